@@ -1,0 +1,408 @@
+"""StateCache: the recurrent state of many requests as checkpoints and rings (docs/maths.md).
+
+One model step is `begin`, then for every layer `convolve` and `step`, then `commit`:
+
+    ticket = cache.begin(slots, tokens=4)
+    for layer in range(cache.layers):
+        mixed = cache.convolve(ticket, layer, x, weight)
+        out = cache.step(ticket, layer, q, k, v, log_decay, beta)
+    cache.commit(ticket, kept)
+
+Standard decoding has one token and keeps it; speculative verification has more and keeps the
+accepted ones. Rolling back is not committing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lazystate import checks, ops
+from lazystate.spec import LayerSpec
+
+
+class StepError(RuntimeError):
+    """A call came at the wrong moment: a step left open, committed twice, or not finished."""
+
+
+@dataclass
+class Ticket:
+    """One model step in progress; `StateCache.commit` consumes it.
+
+    Attributes:
+        batch: B, batch rows. tokens: T. lengths: int64 [B], or None where all rows have T.
+    """
+
+    batch: int
+    tokens: int
+    lengths: Tensor | None
+    _rows: ops.Rows
+    _stepped: set[int] = field(default_factory=set)
+
+
+class StateCache:
+    """Recurrent state of `slots` requests in all recurrent layers of one model.
+
+    Args:
+        specs: one LayerSpec a recurrent layer, in order (or a single one).
+        slots: requests that can be held; a slot is any number in [0, slots).
+        window: L, committed records a slot holds at most before they are folded; 1 or more.
+        max_tokens: most tokens of one step, 1 to `window`; a ring has L + max_tokens positions.
+        checkpoint: dtype of the state after a fold.
+        fold: "raw" derives the corrections of delta-rule layers again from raw records, "cached"
+            folds the rounded ones: fewer bytes, and a drift that docs/measured.md states.
+        device: where all tensors live.
+
+    Raises:
+        ValueError: for a size or dtype out of range, naming the argument.
+    """
+
+    def __init__(
+        self,
+        specs: LayerSpec | Sequence[LayerSpec],
+        slots: int,
+        *,
+        window: int = 16,
+        max_tokens: int = 1,
+        checkpoint: torch.dtype = torch.float32,
+        fold: ops.Fold = "raw",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.specs = (specs,) if isinstance(specs, LayerSpec) else tuple(specs)
+        checks.sizes(self.specs, slots, window, max_tokens, checkpoint, fold)
+        self.slots, self.window, self.max_tokens = slots, window, max_tokens
+        self.device = torch.device(device)
+        self._records = window + max_tokens
+        self._open: Ticket | None = None
+        self._cursors = ops.Cursors.allocate(slots, window, self.device)
+        self._pools = [
+            ops.allocate(
+                spec,
+                slots,
+                window=window,
+                max_tokens=max_tokens,
+                checkpoint=checkpoint,
+                fold=fold,
+                device=self.device,
+            )
+            for spec in self.specs
+        ]
+        self.reset(torch.arange(slots, device=self.device))
+
+    @property
+    def layers(self) -> int:
+        """Recurrent layers held."""
+        return len(self.specs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all checkpoints, rings, views, convolution inputs and cursors."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    @property
+    def nbytes_per_slot(self) -> int:
+        """Bytes that one request takes."""
+        return self.nbytes // self.slots
+
+    def begin(self, slots: Tensor, tokens: int = 1, lengths: Tensor | None = None) -> Ticket:
+        """Start a model step: decide, once for all layers, which rows fold and where they append.
+
+        Args:
+            slots: int64 [B], distinct; a negative slot is a padded row, which does nothing.
+            tokens: T, 1 to max_tokens.
+            lengths: integer [B] in 0..T where rows differ (drafts are ragged); None for T each.
+                A row of length 0 does nothing.
+
+        Raises:
+            StepError: if the last step was not committed.
+            ValueError: for slots, tokens or lengths out of range.
+        """
+        self._require_closed("begin")
+        if not 1 <= tokens <= self.max_tokens:
+            raise ValueError(
+                f"tokens must be 1 to max_tokens ({self.max_tokens}), got {tokens}; give the cache "
+                "a larger max_tokens, or take the step in pieces"
+            )
+        slots = self._slots(slots, padded=True)
+        if lengths is not None:
+            lengths = checks.counts("lengths", lengths, slots.numel(), 0, tokens).to(self.device)
+        rows = ops.begin(self._cursors, slots, lengths, tokens, self.window, self._records)
+        self._open = Ticket(slots.numel(), tokens, lengths, rows)
+        return self._open
+
+    def convolve(
+        self,
+        ticket: Ticket,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        silu: bool = True,
+    ) -> Tensor:
+        """The layer's short causal convolution; its inputs are kept and committed like records.
+
+        Args:
+            x: [B, T, C]. weight: [C, width]. bias: [C] or None. silu: apply SiLU to the result.
+
+        Returns:
+            [B, T, C], dtype of x; zeros on padded rows and behind a row's length.
+        """
+        spec = self._layer(ticket, layer)
+        if not spec.conv_channels:
+            raise ValueError(f"layer {layer} has no convolution: its spec has conv_channels = 0")
+        checks.tensor("x", x, (ticket.batch, ticket.tokens, spec.conv_channels), spec.activation)
+        checks.tensor("weight", weight, (spec.conv_channels, spec.conv_width), None)
+        (inputs,) = _active(ticket, x)
+        out = ops.convolve(self._pools[layer], ticket._rows, inputs, weight, bias, silu)
+        return _scatter(ticket, out)
+
+    def step(
+        self,
+        ticket: Ticket,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs of T tokens in one layer (Eq. 8-14), e.g. `step(ticket, 0, *gates.gdn(...))`.
+
+        Args:
+            q, k: [B, T, H, K]. v: [B, T, HV, V]; activation dtype.
+            log_decay: [B, T, HV] or [B, T, HV, K], natural logarithm, <= 0 (-inf is a reset),
+                compute dtype (FP32).
+            beta: [B, T, HV], compute dtype, exactly where the spec has beta.
+            skip: [HV] or [HV, V]: adds skip * v to the output (Mamba-2's D).
+
+        Returns:
+            [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length.
+
+        Raises:
+            StepError: if the ticket is not the open one, or the layer has stepped already.
+            ValueError: for a shape or dtype that the layer's spec does not state.
+        """
+        spec = self._layer(ticket, layer)
+        if layer in ticket._stepped:
+            raise StepError(f"layer {layer} has already stepped in this model step")
+        checks.inputs(spec, (ticket.batch, ticket.tokens), q, k, v, log_decay, beta)
+        ticket._stepped.add(layer)
+        q, k, v, log_decay = _active(ticket, q, k, v, log_decay)
+        if beta is not None:
+            (beta,) = _active(ticket, beta)
+        out = ops.step(self._pools[layer], ticket._rows, q, k, v, log_decay, beta)
+        if skip is not None:
+            skip = skip.to(out.dtype)
+            out = out + (skip if skip.dim() == 2 else skip.unsqueeze(1)) * v
+        return _scatter(ticket, out.to(spec.activation))
+
+    def commit(self, ticket: Ticket, kept: Tensor | None = None) -> None:
+        """Finish a model step: keep the first `kept` tokens of each row, forget the others.
+
+        Args:
+            kept: integer [B], 1 to the row's length (0 only for rows that did nothing); None keeps
+                all.
+
+        Raises:
+            StepError: if the ticket is not the open one or a layer has not stepped.
+            ValueError: for counts out of range (checked where they are on the CPU).
+        """
+        self._require_open(ticket)
+        if missing := sorted(set(range(self.layers)) - ticket._stepped):
+            raise StepError(f"commit before layers {missing} have stepped")
+        rows = ticket._rows
+        most = ticket.lengths
+        if most is None:
+            most = torch.full((ticket.batch,), ticket.tokens, device=self.device)
+        counts = most if kept is None else checks.kept(kept, most, rows.index)
+        counts = counts if rows.index is None else counts[rows.index]
+        ops.commit(self._cursors, rows, counts, self.window)
+        if (traffic := ops.active()) is not None:
+            traffic.tokens += int(counts.sum())
+        self._open = None
+
+    def load(
+        self,
+        slots: Tensor,
+        states: Sequence[Tensor],
+        conv: Sequence[Tensor | None] | None = None,
+        *,
+        phase: Tensor | None = None,
+    ) -> None:
+        """Take over states from prefill: they become checkpoints, the rings are empty.
+
+        Args:
+            slots: int64 [n], distinct.
+            states: a tensor [n, HV, V, K] for every layer, stored in the checkpoint's dtype.
+            conv: [n, C, width - 1] last inputs, oldest first, for every layer (None: zeros).
+            phase: integer [n], 0 to window - max_tokens: tokens by which the first fold comes
+                early, so that rows that start together do not fold together. None: 0.
+
+        Raises:
+            StepError: while a step is open. ValueError: for a shape that the specs do not state.
+        """
+        self._require_closed("load")
+        slots = self._slots(slots)
+        checks.per_layer("states", states, self.layers)
+        for spec, state in zip(self.specs, states, strict=True):
+            checks.tensor("states", state, (slots.numel(), *spec.state_shape), None)
+        self._start(slots, conv)
+        if phase is not None:
+            phase = checks.counts("phase", phase, slots.numel(), 0, self.window - self.max_tokens)
+            self._cursors.limit[slots] -= phase.to(self.device)
+        self._cursors.empty[slots] = False
+        for pool, state in zip(self._pools, states, strict=True):
+            pool.checkpoint.index_copy_(0, slots, state.to(pool.checkpoint.dtype))
+            pool.view.store(slots, state.to(pool.spec.compute))
+
+    def reset(self, slots: Tensor) -> None:
+        """Make slots fresh: zero state, empty ring, zero convolution inputs. slots: int64 [n]."""
+        self._require_closed("reset")
+        self._start(self._slots(slots), None)
+
+    def materialize(self, slots: Tensor) -> list[Tensor]:
+        """The exact states after all committed tokens (Eq. 8); nothing is changed.
+
+        Args:
+            slots: int64 [n].
+
+        Returns:
+            For every layer [n, HV, V, K] in compute dtype.
+        """
+        self._require_closed("materialize")
+        rows = self._standing(slots)
+        everyone = torch.arange(rows.slots.numel(), device=self.device)
+        return [ops.replay(pool, rows, everyone) for pool in self._pools]
+
+    def conv_history(self, slots: Tensor) -> list[Tensor | None]:
+        """For every layer the last width - 1 committed inputs [n, C, width - 1], oldest first."""
+        self._require_closed("conv_history")
+        rows = self._standing(slots)
+        return [None if pool.conv is None else ops.history(pool, rows) for pool in self._pools]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy requests, rings and cursors included: int64 [n] slots to [n] distinct slots.
+
+        The sets may overlap (a permutation works): all is read before anything is written.
+        """
+        self._require_closed("copy")
+        source, target = self._slots(source, repeated=True), self._slots(target)
+        if source.shape != target.shape:
+            raise ValueError(
+                f"target must have as many slots as source ({source.numel()}), got {target.numel()}"
+            )
+        for tensor in self._tensors().values():
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    def export(self, slots: Tensor) -> dict[str, Tensor]:
+        """Requests as named tensors, slot first, mid-window as they stand; `import_` takes them.
+
+        Any cache of the same specs, window, max_tokens, checkpoint and fold takes them, on any
+        device; they can be saved with safetensors.
+        """
+        self._require_closed("export")
+        slots = self._slots(slots)
+        return {name: tensor.index_select(0, slots) for name, tensor in self._tensors().items()}
+
+    def import_(self, slots: Tensor, exported: dict[str, Tensor]) -> None:
+        """Put exported requests into slots [n], in the order of the export.
+
+        Raises:
+            ValueError: if names, shapes or dtypes are not this cache's: it was built otherwise.
+        """
+        self._require_closed("import_")
+        slots = self._slots(slots)
+        own = self._tensors()
+        if own.keys() != exported.keys():
+            differing = sorted(own.keys() ^ exported.keys())
+            raise ValueError(
+                f"exported does not fit this cache: {differing} are in one and not in the other; "
+                "build both with the same specs and fold"
+            )
+        for name, tensor in own.items():
+            shape = (slots.numel(), *tensor.shape[1:])
+            checks.tensor(f"exported[{name!r}]", exported[name], shape, tensor.dtype)
+        for name, tensor in own.items():
+            tensor.index_copy_(0, slots, exported[name].to(self.device))
+
+    def _start(self, slots: Tensor, conv: Sequence[Tensor | None] | None) -> None:
+        """Empty rings at token 0 with the given convolution inputs."""
+        if conv is None:
+            conv = [None] * self.layers
+        checks.per_layer("conv", conv, self.layers)
+        for spec, inputs in zip(self.specs, conv, strict=True):
+            if inputs is not None:
+                shape = (slots.numel(), spec.conv_channels, max(spec.conv_width - 1, 0))
+                checks.tensor("conv", inputs, shape, spec.activation)
+        cursors = self._cursors
+        cursors.origin[slots] = 0
+        cursors.filled[slots] = 0
+        cursors.limit[slots] = self.window
+        cursors.empty[slots] = True
+        rows = self._standing(slots)
+        for pool, inputs in zip(self._pools, conv, strict=True):
+            if pool.conv is not None:
+                ops.remember(pool, rows, inputs)
+
+    def _standing(self, slots: Tensor) -> ops.Rows:
+        slots = self._slots(slots, repeated=True)
+        return ops.standing(self._cursors, slots, self.window, self._records)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the cache by name, slot first."""
+        named = {f"cursors.{name}": tensor for name, tensor in self._cursors.tensors().items()}
+        for index, pool in enumerate(self._pools):
+            named.update({f"{index}.{name}": tensor for name, tensor in pool.tensors().items()})
+        return named
+
+    def _slots(self, slots: Tensor, *, padded: bool = False, repeated: bool = False) -> Tensor:
+        return checks.slots(slots, self.slots, padded=padded, repeated=repeated).to(self.device)
+
+    def _layer(self, ticket: Ticket, layer: int) -> LayerSpec:
+        self._require_open(ticket)
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer must be 0 to {self.layers - 1}, got {layer}")
+        return self.specs[layer]
+
+    def _require_open(self, ticket: Ticket) -> None:
+        if ticket is not self._open:
+            raise StepError(
+                "this ticket's step is over: it was committed, or a later step has begun; every "
+                "step has its own ticket, which commit consumes"
+            )
+
+    def _require_closed(self, verb: str) -> None:
+        if self._open is not None:
+            raise StepError(f"{verb} while a step is open: commit its ticket first")
+
+
+def _active(ticket: Ticket, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The active rows of each tensor, with zeros behind a row's length (which may hold NaN)."""
+    rows = ticket._rows
+    if rows.index is None and rows.lengths is None:
+        return tensors
+    return tuple(_trim(rows, tensor, rows.index) for tensor in tensors)
+
+
+def _scatter(ticket: Ticket, out: Tensor) -> Tensor:
+    """The batch's rows from the active ones: zeros on padded rows and behind a row's length."""
+    rows = ticket._rows
+    out = _trim(rows, out, None)
+    if rows.index is None:
+        return out
+    full = out.new_zeros(ticket.batch, *out.shape[1:])
+    return full.index_copy_(0, rows.index, out)
+
+
+def _trim(rows: ops.Rows, tensor: Tensor, index: Tensor | None) -> Tensor:
+    """Rows `index` (None: all) of [.., T, ...], zero behind each row's length."""
+    tensor = tensor if index is None else tensor[index]
+    if rows.lengths is None:
+        return tensor
+    behind = torch.arange(tensor.shape[1], device=tensor.device) >= rows.lengths.unsqueeze(1)
+    return tensor.masked_fill(behind.view(*behind.shape, *[1] * (tensor.dim() - 2)), 0)

@@ -1,0 +1,135 @@
+"""Argument checks of the public interface: one clear error, before anything is changed.
+
+Values are looked at only where they lie on the CPU: on a GPU that would make a step wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lazystate.spec import LayerSpec
+
+CHECKPOINTS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def sizes(
+    specs: Sequence[LayerSpec],
+    slots: int,
+    window: int,
+    max_tokens: int,
+    checkpoint: torch.dtype,
+    fold: str,
+) -> None:
+    """The constructor's arguments."""
+    if not specs:
+        raise ValueError("specs must hold at least one layer, got none")
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, got {slots}")
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    if not 1 <= max_tokens <= window:
+        raise ValueError(
+            f"max_tokens must be 1 to window ({window}), got {max_tokens}: a step's tokens must "
+            "fit a window; widen the window or draft less"
+        )
+    if checkpoint not in CHECKPOINTS:
+        raise ValueError(f"checkpoint must be one of {CHECKPOINTS}, got {checkpoint}")
+    if fold not in ("raw", "cached"):
+        raise ValueError(f"fold must be 'raw' or 'cached', got {fold!r}")
+
+
+def tensor(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    """Shape and, unless None, dtype of one argument."""
+    if tuple(given.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(given.shape)}")
+    if dtype is not None and given.dtype != dtype:
+        raise ValueError(
+            f"{name} must be {dtype}, got {given.dtype}: convert it, or change the spec"
+        )
+
+
+def inputs(
+    spec: LayerSpec,
+    batch: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+) -> None:
+    """The inputs of one step; batch is (B, T)."""
+    tensor("q", q, (*batch, spec.key_heads, spec.key_dim), spec.activation)
+    tensor("k", k, (*batch, spec.key_heads, spec.key_dim), spec.activation)
+    tensor("v", v, (*batch, spec.heads, spec.value_dim), spec.activation)
+    tensor("log_decay", log_decay, (*batch, *spec.decay_shape), spec.compute)
+    if (beta is not None) != spec.beta:
+        needs = "a beta" if spec.beta else "no beta"
+        raise ValueError(f"beta: this layer's spec has {needs}, got {beta if beta is None else 1}")
+    if beta is not None:
+        tensor("beta", beta, (*batch, spec.heads), spec.compute)
+
+
+def per_layer(name: str, given: Sequence, layers: int) -> None:
+    """One entry a layer."""
+    if len(given) != layers:
+        raise ValueError(
+            f"{name} must have one entry for each of {layers} layers, got {len(given)}"
+        )
+
+
+def slots(given: Tensor, total: int, *, padded: bool, repeated: bool) -> Tensor:
+    """Slot numbers as int64 [n]: in range, distinct unless repeated, negative only if padded."""
+    if given.dim() != 1 or given.dtype not in INTEGERS:
+        raise ValueError(
+            f"slots must be a one-dimensional int32 or int64 tensor, got {list(given.shape)} "
+            f"of {given.dtype}"
+        )
+    given = given.to(torch.int64)
+    if given.device.type != "cpu":
+        return given
+    real = given[given >= 0]
+    if not padded and real.numel() != given.numel():
+        raise ValueError(f"slots must be 0 to {total - 1}, got {given.min().item()}")
+    if real.numel() and int(real.max()) >= total:
+        raise ValueError(f"slots must be below {total}, got {int(real.max())}")
+    if not repeated and real.unique().numel() != real.numel():
+        raise ValueError("slots must be distinct, got one twice: a slot is one request")
+    return given
+
+
+def counts(name: str, given: Tensor, rows: int, low: int, high: int) -> Tensor:
+    """Integer counts as int64 [rows], each low to high."""
+    if tuple(given.shape) != (rows,) or given.dtype not in INTEGERS:
+        raise ValueError(
+            f"{name} must be an int32 or int64 tensor of shape [{rows}], got {list(given.shape)} "
+            f"of {given.dtype}"
+        )
+    if (
+        given.device.type == "cpu"
+        and rows
+        and not low <= int(given.min()) <= int(given.max()) <= high
+    ):
+        raise ValueError(f"{name} must be {low} to {high}, got {given.tolist()}")
+    return given.to(torch.int64)
+
+
+def kept(given: Tensor, lengths: Tensor, index: Tensor | None) -> Tensor:
+    """Kept tokens as int64 [B]: 1 to the row's length on active rows (`index`, None: all)."""
+    if tuple(given.shape) != tuple(lengths.shape) or given.dtype not in INTEGERS:
+        raise ValueError(
+            f"kept must be an int32 or int64 tensor of shape {list(lengths.shape)}, got "
+            f"{list(given.shape)} of {given.dtype}"
+        )
+    if given.device.type == "cpu":
+        active = slice(None) if index is None else index.cpu()
+        wrong = (given[active] < 1) | (given[active] > lengths.cpu()[active])
+        if bool(wrong.any()):
+            raise ValueError(
+                "kept must be 1 to the row's length (it counts the first token, which is always "
+                f"kept), got {given.tolist()} for lengths {lengths.tolist()}"
+            )
+    return given.to(device=lengths.device, dtype=torch.int64)

@@ -1,0 +1,118 @@
+"""The rows of one model step: where each stands and which fold, decided once for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lazystate.ops.pool import Cursors
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The active rows A of a model step over T tokens; R = window + max_tokens ring positions.
+
+    Attributes:
+        index: int64 [A], their batch rows, or None where all batch rows are active.
+        slots: int64 [A].
+        lengths: int64 [A], tokens of each row; None where all rows have T.
+        seen: int64 [A], tokens committed before this step.
+        filled: int64 [A], committed records h.
+        folding: int64, indices into A of the rows that fold in this step.
+        empty: bool [A], rows whose checkpoint is zero and is not read.
+        any_empty: bool(empty.any()).
+        recent: int64 [A, window], flat ring positions of committed records, newest first.
+        committed: bool [A, window], which of them exist.
+        fresh: int64 [A, T], flat ring positions of the step's own records.
+    """
+
+    index: Tensor | None
+    slots: Tensor
+    lengths: Tensor | None
+    seen: Tensor
+    filled: Tensor
+    folding: Tensor
+    empty: Tensor
+    any_empty: bool
+    recent: Tensor
+    committed: Tensor
+    fresh: Tensor
+    _conv: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """T, the longest row of the step."""
+        return self.fresh.shape[1]
+
+    def conv_positions(self, past: int, inputs: int) -> Tensor:
+        """Flat positions in a convolution ring, [A, past + T]: `past` committed inputs, then T.
+
+        Args:
+            past: kernel size - 1. inputs: positions a slot has in that ring.
+        """
+        if (past, inputs) not in self._conv:
+            offsets = torch.arange(-past, self.tokens, device=self.slots.device)
+            position = (self.seen.unsqueeze(1) + offsets) % inputs
+            self._conv[past, inputs] = self.slots.unsqueeze(1) * inputs + position
+        return self._conv[past, inputs]
+
+
+def standing(cursors: Cursors, slots: Tensor, window: int, records: int) -> Rows:
+    """Rows that hold no new token: every slot as it stands, to be folded or read."""
+    return begin(cursors, slots, None, 0, window, records)
+
+
+def begin(
+    cursors: Cursors, slots: Tensor, lengths: Tensor | None, tokens: int, window: int, records: int
+) -> Rows:
+    """Decide a model step: drop padded rows, find ring positions, mark rows that must fold.
+
+    A row folds when its committed records and its new ones would pass its limit (design rule
+    h + T > L), so that after any commit at most `window` records are committed.
+
+    Args:
+        slots: int64 [B], negative on padded rows. lengths: int64 [B] or None for `tokens` each.
+        records: R, ring positions a slot has.
+    """
+    active = slots >= 0 if lengths is None else (slots >= 0) & (lengths > 0)
+    index = None if bool(active.all()) else active.nonzero().squeeze(1)
+    if index is not None:
+        slots = slots[index]
+        lengths = None if lengths is None else lengths[index]
+    origin, filled, empty = cursors.origin[slots], cursors.filled[slots], cursors.empty[slots]
+    new = tokens if lengths is None else lengths
+    base = (slots * records).unsqueeze(1)
+    seen = origin + filled
+    offsets = torch.arange(max(window, tokens), device=slots.device)
+    recent = base + (seen.unsqueeze(1) - 1 - offsets[:window]) % records
+    fresh = base + (seen.unsqueeze(1) + offsets[:tokens]) % records
+    return Rows(
+        index=index,
+        slots=slots,
+        lengths=lengths,
+        seen=seen,
+        filled=filled,
+        folding=(filled + new > cursors.limit[slots]).nonzero().squeeze(1),
+        empty=empty,
+        any_empty=bool(empty.any()),
+        recent=recent,
+        committed=offsets[:window] < filled.unsqueeze(1),
+        fresh=fresh,
+    )
+
+
+def commit(cursors: Cursors, rows: Rows, kept: Tensor, window: int) -> None:
+    """Advance the cursors of the step's rows by `kept` [A] tokens; rejected records are forgotten.
+
+    On rows that folded, the folded records leave the ring: the origin moves past them.
+    """
+    filled = rows.filled + kept
+    if rows.folding.numel():
+        folded = rows.slots[rows.folding]
+        cursors.origin.index_add_(0, folded, rows.filled[rows.folding])
+        cursors.limit[folded] = window
+        cursors.empty[folded] = False
+        filled[rows.folding] = kept[rows.folding]
+    cursors.filled[rows.slots] = filled

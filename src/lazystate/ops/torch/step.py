@@ -1,0 +1,168 @@
+"""One step over T tokens: outputs from the view and the ring, without a state (Eq. 10-13)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lazystate.ops.pool import Pool
+from lazystate.ops.rows import Rows
+from lazystate.ops.torch.decay import segment_sums, suffix_sums
+
+
+def gather(pool: Pool, index: Tensor, valid: Tensor, names: tuple[str, ...]) -> list[Tensor]:
+    """The named record parts at flat ring positions, zeroed where not valid.
+
+    Args:
+        index: int64 [B, n], slot * R + position. valid: bool [B, n].
+    """
+    tensors = pool.ring.tensors()
+    out = []
+    for name in names:
+        ring = tensors[name]
+        part = ring.flatten(0, 1).index_select(0, index.flatten()).to(pool.spec.compute)
+        part = part.view(*index.shape, *ring.shape[2:])
+        out.append(part.masked_fill_(~valid.view(*valid.shape, *[1] * (part.dim() - 2)), 0))
+    return out
+
+
+def step(
+    pool: Pool,
+    rows: Rows,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+) -> Tensor:
+    """Outputs of T new tokens, whose records are appended behind the committed ones.
+
+    Args:
+        rows: the active rows of this model step.
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. log_decay: [B, T, HV] or [B, T, HV, K].
+        beta: [B, T, HV] or None.
+
+    Returns:
+        [B, T, HV, V], compute dtype.
+    """
+    spec = pool.spec
+    compute = spec.compute
+    wide_k, wide_v = k.to(compute), v.to(compute)
+    vectors = torch.cat([q.to(compute), wide_k], 1) if spec.erase else q.to(compute)
+    prefix = log_decay if log_decay.shape[1] == 1 else log_decay.cumsum(1)
+    known = from_history(
+        pool, rows, vectors, torch.cat([prefix, prefix], 1) if spec.erase else prefix
+    )
+    scores = within(wide_k, vectors, log_decay, spec.group)
+    tokens = k.shape[1]
+    if spec.erase:
+        assert beta is not None
+        residual = wide_v.permute(0, 2, 3, 1) - known[..., tokens:]
+        u = solve(residual, scores[..., tokens:], beta)
+        known, scores = known[..., :tokens], scores[..., :tokens]
+    else:
+        u = wide_v.permute(0, 2, 3, 1)
+        u = u if beta is None else u * beta.transpose(1, 2).unsqueeze(2)
+    append(pool, rows, k, v, u, log_decay, beta)
+    out = known + (u * scores if tokens == 1 else u @ scores)
+    return out.permute(0, 3, 1, 2)
+
+
+def from_history(pool: Pool, rows: Rows, vectors: Tensor, prefix: Tensor) -> Tensor:
+    """The state before the step, times decayed vectors: view and committed records (Eq. 10).
+
+    Args:
+        vectors: [B, n, H, K]. prefix: [B, n, HV] or [B, n, HV, K], log-decay up to each vector.
+
+    Returns:
+        [B, HV, V, n].
+    """
+    spec = pool.spec
+    names = ("k", "u" if spec.erase else "v", "log_decay")
+    names += ("beta",) if spec.beta and not spec.erase else ()
+    keys, values, recent, *strength = gather(pool, rows.recent, rows.committed, names)
+    after, total = suffix_sums(recent)
+    x = vectors.permute(0, 2, 3, 1)
+    values = values.permute(0, 2, 3, 1)
+    if spec.decay == "channel":
+        x = per_head(x, spec.group, 1) * prefix.exp().permute(0, 2, 3, 1)
+        keys = per_head(keys, spec.group, 2) * after.exp()
+        scores = keys.transpose(1, 2) @ x
+        read = _read(pool, rows, x * total.exp().unsqueeze(-1))
+    else:
+        decay = prefix.exp().transpose(1, 2)
+        scores = per_head(keys.transpose(1, 2) @ x, spec.group, 1)
+        scores = scores * after.exp().transpose(1, 2).unsqueeze(-1) * decay.unsqueeze(2)
+        read = _read(pool, rows, x) * (total.exp().unsqueeze(-1) * decay).unsqueeze(2)
+    if strength:
+        scores = scores * strength[0].transpose(1, 2).unsqueeze(-1)
+    return read + values @ scores
+
+
+def within(keys: Tensor, vectors: Tensor, log_decay: Tensor, group: int) -> Tensor:
+    """Decayed inner products of the step's own keys with its own vectors (Eq. 11).
+
+    The first T vectors are queries and see keys up to their own; the next T, if there, are the keys
+    themselves and see only earlier ones.
+
+    Args:
+        keys: [B, T, H, K]. vectors: [B, T or 2T, H, K]. log_decay: [B, T, HV] or [B, T, HV, K].
+
+    Returns:
+        [B, HV, T, T or 2T].
+    """
+    tokens, parts = keys.shape[1], vectors.shape[1] // keys.shape[1]
+    if tokens == 1:
+        scores = (keys * vectors).sum(-1)
+        scores[:, 1:] = 0
+        return per_head(scores.transpose(1, 2), group, 1).unsqueeze(2)
+    weights = segment_sums(log_decay).exp().repeat(1, 1, parts, *[1] * (log_decay.dim() - 2))
+    if log_decay.dim() == 4:
+        wide = per_head(keys, group, 2).unsqueeze(2), per_head(vectors, group, 2).unsqueeze(1)
+        scores = (wide[0] * weights * wide[1]).sum(-1).permute(0, 3, 1, 2)
+    else:
+        scores = keys.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)
+        scores = per_head(scores, group, 1) * weights.permute(0, 3, 1, 2)
+    ones = torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device)
+    seen = torch.cat([ones.triu(i) for i in range(parts)], 1)
+    return scores.masked_fill(~seen, 0)
+
+
+def solve(residual: Tensor, scores: Tensor, beta: Tensor) -> Tensor:
+    """Corrections of T tokens from one unit upper triangular solve, U (I + A B) = R B (Eq. 12).
+
+    Args:
+        residual: R [B, HV, V, T]. scores: A [B, HV, T, T], strictly upper. beta: [B, T, HV].
+    """
+    strength = beta.transpose(1, 2).unsqueeze(2)
+    right = residual * strength
+    if scores.shape[-1] == 1:
+        return right
+    system = scores * strength
+    return torch.linalg.solve_triangular(system, right, upper=True, left=False, unitriangular=True)
+
+
+def append(
+    pool: Pool, rows: Rows, k: Tensor, v: Tensor, u: Tensor, log_decay: Tensor, beta: Tensor | None
+) -> None:
+    """Write the step's records; u is [B, HV, V, T], the rest as in `step`."""
+    parts = {"k": k, "v": v, "u": u.permute(0, 3, 1, 2), "log_decay": log_decay, "beta": beta}
+    index = rows.fresh.flatten()
+    for name, ring in pool.ring.tensors().items():
+        part = parts[name]
+        assert part is not None
+        ring.flatten(0, 1).index_copy_(0, index, part.to(ring.dtype).flatten(0, 1))
+
+
+def _read(pool: Pool, rows: Rows, vectors: Tensor) -> Tensor:
+    """View (checkpoint on folding rows) times [B, H or HV, K, n] -> [B, HV, V, n]."""
+    read = pool.view.read(rows.slots, vectors)
+    read = read.view(read.shape[0], pool.spec.heads, pool.spec.value_dim, -1)
+    if rows.any_empty:
+        read = read.masked_fill(rows.empty.view(-1, 1, 1, 1), 0)
+    return read
+
+
+def per_head(x: Tensor, group: int, dim: int) -> Tensor:
+    """Repeat a key head's entries for the value heads that share it."""
+    return x if group == 1 else x.repeat_interleave(group, dim)
