@@ -99,7 +99,7 @@ def kda_softplus(
     scale: float | None = None,
     eps: float = 1e-6,
 ) -> Inputs:
-    """Kimi Delta Attention, unbounded gate: -exp(A_log) softplus(gate + dt_bias) per channel (Eq. 6).
+    """KDA with an unbounded gate, per channel -exp(A_log) softplus(gate + dt_bias) (Eq. 6).
 
     Args:
         q, k: [B, T, H, K], before the L2 norm. v: [B, T, H, V].
@@ -124,7 +124,7 @@ def kda_bounded(
     scale: float | None = None,
     eps: float = 1e-6,
 ) -> Inputs:
-    """Kimi Delta Attention, bounded gate: lower_bound sigmoid(exp(A_log) (gate + dt_bias)) (Eq. 7).
+    """KDA with a bounded gate, lower_bound sigmoid(exp(A_log) (gate + dt_bias)) (Eq. 7).
 
     Args:
         lower_bound: the most negative log-decay of one token, below 0 (Kimi-K3: -5).

@@ -1,4 +1,4 @@
-"""A recurrent layer as data: its shapes, its decay and whether it erases (docs/maths.md, Eq. 1-3)."""
+"""A recurrent layer as data: shapes, decay and erase (docs/maths.md, Eq. 1-3)."""
 
 from __future__ import annotations
 

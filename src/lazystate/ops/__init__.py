@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lazystate.ops.pool import Cursors, Fold, FullView, Pool, Ring, View, allocate

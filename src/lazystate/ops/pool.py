@@ -1,6 +1,6 @@
-"""What is stored: per layer the checkpoint, the ring of records and the view; per slot the cursors.
+"""What is stored: per layer checkpoint, ring of records and view; per slot the cursors.
 
-The state of a request is `Replay(checkpoint, committed records)` (Eq. 8); it is never stored as such
+The state of a request is `Replay(checkpoint, committed records)` (Eq. 8) and is not stored as such
 between folds. Records live token-major, so that a step's inputs are appended as they come. Cursors
 belong to the request and are shared by all layers.
 """
