@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,13 @@ class Ticket:
     """One model step in progress; `StateCache.commit` consumes it.
 
     Attributes:
-        batch: B, batch rows. tokens: T. lengths: int64 [B], or None where all rows have T.
+        slots: int64 [B]. tokens: T. lengths: int64 [B], or None where all rows have T.
     """
 
-    batch: int
+    slots: Tensor
     tokens: int
     lengths: Tensor | None
-    _rows: ops.Rows
+    _rows: Any
     _stepped: set[int] = field(default_factory=set)
 
 
@@ -55,6 +56,7 @@ class StateCache:
         fold: "raw" derives the corrections of delta-rule layers again from raw records, "cached"
             folds the rounded ones: fewer bytes, and a drift that docs/measured.md states.
         device: where all tensors live.
+        backend: "torch", "triton", or "auto" for Triton on a CUDA device and PyTorch elsewhere.
 
     Raises:
         ValueError: for a size or dtype out of range, naming the argument.
@@ -70,11 +72,13 @@ class StateCache:
         checkpoint: torch.dtype = torch.float32,
         fold: ops.Fold = "raw",
         device: torch.device | str = "cpu",
+        backend: ops.BackendName = "auto",
     ) -> None:
         self.specs = (specs,) if isinstance(specs, LayerSpec) else tuple(specs)
         checks.sizes(self.specs, slots, window, max_tokens, checkpoint, fold)
         self.slots, self.window, self.max_tokens = slots, window, max_tokens
         self.device = torch.device(device)
+        self._backend = ops.backend(backend, self.device)
         self._records = window + max_tokens
         self._open: Ticket | None = None
         self._cursors = ops.Cursors.allocate(slots, window, self.device)
@@ -129,8 +133,10 @@ class StateCache:
         slots = self._slots(slots, padded=True)
         if lengths is not None:
             lengths = checks.counts("lengths", lengths, slots.numel(), 0, tokens).to(self.device)
-        rows = ops.begin(self._cursors, slots, lengths, tokens, self.window, self._records)
-        self._open = Ticket(slots.numel(), tokens, lengths, rows)
+        rows = self._backend.begin(
+            self._cursors, slots, lengths, tokens, self.window, self._records
+        )
+        self._open = Ticket(slots, tokens, lengths, rows)
         return self._open
 
     def convolve(
@@ -154,11 +160,11 @@ class StateCache:
         spec = self._layer(ticket, layer)
         if not spec.conv_channels:
             raise ValueError(f"layer {layer} has no convolution: its spec has conv_channels = 0")
-        checks.tensor("x", x, (ticket.batch, ticket.tokens, spec.conv_channels), spec.activation)
+        checks.tensor(
+            "x", x, (ticket.slots.numel(), ticket.tokens, spec.conv_channels), spec.activation
+        )
         checks.tensor("weight", weight, (spec.conv_channels, spec.conv_width), None)
-        (inputs,) = _active(ticket, x)
-        out = ops.convolve(self._pools[layer], ticket._rows, inputs, weight, bias, silu)
-        return _scatter(ticket, out)
+        return self._backend.convolve(self._pools[layer], ticket._rows, x, weight, bias, silu)
 
     def step(
         self,
@@ -190,16 +196,13 @@ class StateCache:
         spec = self._layer(ticket, layer)
         if layer in ticket._stepped:
             raise StepError(f"layer {layer} has already stepped in this model step")
-        checks.inputs(spec, (ticket.batch, ticket.tokens), q, k, v, log_decay, beta)
+        checks.inputs(spec, (ticket.slots.numel(), ticket.tokens), q, k, v, log_decay, beta)
         ticket._stepped.add(layer)
-        q, k, v, log_decay = _active(ticket, q, k, v, log_decay)
-        if beta is not None:
-            (beta,) = _active(ticket, beta)
-        out = ops.step(self._pools[layer], ticket._rows, q, k, v, log_decay, beta)
-        if skip is not None:
-            skip = skip.to(out.dtype)
-            out = out + (skip if skip.dim() == 2 else skip.unsqueeze(1)) * v
-        return _scatter(ticket, out.to(spec.activation))
+        pool = self._pools[layer]
+        out = self._backend.step(pool, ticket._rows, q, k, v, log_decay, beta, skip)
+        if (traffic := ops.active()) is not None:
+            ops.count_step(traffic, pool, self._backend.census(ticket._rows))
+        return out
 
     def commit(self, ticket: Ticket, kept: Tensor | None = None) -> None:
         """Finish a model step: keep the first `kept` tokens of each row, forget the others.
@@ -215,15 +218,12 @@ class StateCache:
         self._require_open(ticket)
         if missing := sorted(set(range(self.layers)) - ticket._stepped):
             raise StepError(f"commit before layers {missing} have stepped")
-        rows = ticket._rows
-        most = ticket.lengths
-        if most is None:
-            most = torch.full((ticket.batch,), ticket.tokens, device=self.device)
-        counts = most if kept is None else checks.kept(kept, most, rows.index)
-        counts = counts if rows.index is None else counts[rows.index]
-        ops.commit(self._cursors, rows, counts, self.window)
+        if kept is not None:
+            kept = checks.kept(kept, ticket.slots, ticket.lengths, ticket.tokens).to(self.device)
+        self._backend.commit(self._cursors, ticket._rows, kept, self.window)
         if (traffic := ops.active()) is not None:
-            traffic.tokens += int(counts.sum())
+            new = self._backend.census(ticket._rows).new
+            traffic.tokens += new if kept is None else int(kept[ticket.slots >= 0].sum())
         self._open = None
 
     def load(
@@ -349,7 +349,7 @@ class StateCache:
             if pool.conv is not None:
                 ops.remember(pool, rows, inputs)
 
-    def _standing(self, slots: Tensor) -> ops.Rows:
+    def _standing(self, slots: Tensor) -> Any:
         slots = self._slots(slots, repeated=True)
         return ops.standing(self._cursors, slots, self.window, self._records)
 
@@ -379,30 +379,3 @@ class StateCache:
     def _require_closed(self, verb: str) -> None:
         if self._open is not None:
             raise StepError(f"{verb} while a step is open: commit its ticket first")
-
-
-def _active(ticket: Ticket, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The active rows of each tensor, with zeros behind a row's length (which may hold NaN)."""
-    rows = ticket._rows
-    if rows.index is None and rows.lengths is None:
-        return tensors
-    return tuple(_trim(rows, tensor, rows.index) for tensor in tensors)
-
-
-def _scatter(ticket: Ticket, out: Tensor) -> Tensor:
-    """The batch's rows from the active ones: zeros on padded rows and behind a row's length."""
-    rows = ticket._rows
-    out = _trim(rows, out, None)
-    if rows.index is None:
-        return out
-    full = out.new_zeros(ticket.batch, *out.shape[1:])
-    return full.index_copy_(0, rows.index, out)
-
-
-def _trim(rows: ops.Rows, tensor: Tensor, index: Tensor | None) -> Tensor:
-    """Rows `index` (None: all) of [.., T, ...], zero behind each row's length."""
-    tensor = tensor if index is None else tensor[index]
-    if rows.lengths is None:
-        return tensor
-    behind = torch.arange(tensor.shape[1], device=tensor.device) >= rows.lengths.unsqueeze(1)
-    return tensor.masked_fill(behind.view(*behind.shape, *[1] * (tensor.dim() - 2)), 0)

@@ -117,19 +117,20 @@ def counts(name: str, given: Tensor, rows: int, low: int, high: int) -> Tensor:
     return given.to(torch.int64)
 
 
-def kept(given: Tensor, lengths: Tensor, index: Tensor | None) -> Tensor:
-    """Kept tokens as int64 [B]: 1 to the row's length on active rows (`index`, None: all)."""
-    if tuple(given.shape) != tuple(lengths.shape) or given.dtype not in INTEGERS:
+def kept(given: Tensor, slots: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
+    """Kept tokens as int64 [B]: 1 to the row's length, 0 on padded rows and rows of length 0."""
+    if given.shape != slots.shape or given.dtype not in INTEGERS:
         raise ValueError(
-            f"kept must be an int32 or int64 tensor of shape {list(lengths.shape)}, got "
+            f"kept must be an int32 or int64 tensor of shape {list(slots.shape)}, got "
             f"{list(given.shape)} of {given.dtype}"
         )
     if given.device.type == "cpu":
-        active = slice(None) if index is None else index.cpu()
-        wrong = (given[active] < 1) | (given[active] > lengths.cpu()[active])
-        if bool(wrong.any()):
+        most = torch.full_like(slots, tokens) if lengths is None else lengths
+        most = most.cpu()
+        idle = (slots.cpu() < 0) | (most == 0)
+        if bool((~idle & ((given < 1) | (given > most))).any()):
             raise ValueError(
                 "kept must be 1 to the row's length (it counts the first token, which is always "
-                f"kept), got {given.tolist()} for lengths {lengths.tolist()}"
+                f"kept), got {given.tolist()} for lengths {most.tolist()}"
             )
-    return given.to(device=lengths.device, dtype=torch.int64)
+    return given.to(torch.int64)

@@ -1,78 +1,63 @@
-"""The functional interface: what a cache does to a pool, one dispatch point for all backends."""
+"""The functional interface: pools, cursors, and one dispatch point with the backends behind it."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from importlib import import_module
+from typing import Literal, cast
 
+import torch
+
+from lazystate.ops.backend import Backend, Census
 from lazystate.ops.pool import Cursors, Fold, FullView, Pool, Ring, View, allocate
-from lazystate.ops.rows import Rows, begin, commit, standing
-from lazystate.ops.torch.conv import convolve, history, remember
-from lazystate.ops.torch.fold import fold, replay
-from lazystate.ops.torch.step import step as _step
+from lazystate.ops.torch.conv import history, remember
+from lazystate.ops.torch.fold import replay
+from lazystate.ops.torch.rows import standing
 from lazystate.ops.traffic import Traffic, active, count_traffic
 
+BackendName = Literal["auto", "torch", "triton"]
+
 __all__ = [
+    "Backend",
+    "BackendName",
+    "Census",
     "Cursors",
     "Fold",
     "FullView",
     "Pool",
     "Ring",
-    "Rows",
     "Traffic",
     "View",
+    "active",
     "allocate",
-    "begin",
-    "commit",
-    "convolve",
+    "backend",
+    "count_step",
     "count_traffic",
     "history",
     "remember",
     "replay",
     "standing",
-    "step",
 ]
 
 
-def step(
-    pool: Pool,
-    rows: Rows,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-) -> Tensor:
-    """Outputs of T new tokens; their records are appended and folding rows are folded (Eq. 8-14).
+def backend(name: BackendName, device: torch.device) -> Backend:
+    """The backend of that name; "auto" is Triton on a CUDA device and PyTorch elsewhere.
 
-    Args:
-        rows: the step's active rows A.
-        q, k: [A, T, H, K]. v: [A, T, HV, V]. log_decay: [A, T, HV] or [A, T, HV, K]. beta: [A, T,
-            HV] or None.
-
-    Returns:
-        [A, T, HV, V], compute dtype; rows shorter than T hold unspecified finite values behind
-        their end.
+    Raises:
+        ValueError: for another name. ImportError: if Triton is asked for and not installed.
     """
-    out = _step(pool, rows, q, k, v, log_decay, beta)
-    if rows.folding.numel():
-        fold(pool, rows)
-    if (traffic := active()) is not None:
-        _count(traffic, pool, rows)
-    return out
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name not in ("torch", "triton"):
+        raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {name!r}")
+    return cast(Backend, import_module(f"lazystate.ops.{name}"))
 
 
-def _count(traffic: Traffic, pool: Pool, rows: Rows) -> None:
+def count_step(traffic: Traffic, pool: Pool, census: Census) -> None:
     """Add the bytes of one layer's step: what the algorithm reads and writes, padding excluded."""
     spec, checkpoint = pool.spec, pool.checkpoint[0].nbytes
     used = ("k", "u", "log_decay") if spec.erase else ()
-    folded = rows.filled[rows.folding]
-    read_rows = rows.slots.numel() - int(rows.empty.sum())
-    from_checkpoint = int((~rows.empty[rows.folding]).sum())
-    traffic.read += (read_rows - from_checkpoint) * pool.view.bytes_read()
-    traffic.read += from_checkpoint * checkpoint
-    traffic.read += int(rows.filled.sum()) * pool.record_bytes(*used)
+    traffic.read += census.views * pool.view.bytes_read() + census.checkpoints * checkpoint
+    traffic.read += census.held * pool.record_bytes(*used)
     if spec.erase and pool.ring.v is not None:
-        traffic.read += int(folded.sum()) * pool.record_bytes("v", "beta")
-    traffic.written += folded.numel() * checkpoint
-    new = rows.slots.numel() * rows.tokens if rows.lengths is None else int(rows.lengths.sum())
-    traffic.written += new * pool.record_bytes()
+        traffic.read += census.folded * pool.record_bytes("v", "beta")
+    traffic.written += census.folding * checkpoint + census.new * pool.record_bytes()

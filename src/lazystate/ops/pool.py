@@ -79,6 +79,7 @@ class Pool:
     """One layer's storage for all slots."""
 
     spec: LayerSpec
+    window: int
     fold: Fold
     checkpoint: Tensor
     ring: Ring
@@ -127,7 +128,7 @@ def allocate(
     state = empty(checkpoint, *spec.state_shape)
     conv_inputs = spec.conv_width - 1 + max_tokens
     conv = empty(spec.activation, conv_inputs, spec.conv_channels) if spec.conv_channels else None
-    return Pool(spec, fold, state, ring, FullView(state, spec.compute), conv)
+    return Pool(spec, window, fold, state, ring, FullView(state, spec.compute), conv)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lazystate.ops.pool import Pool
-from lazystate.ops.rows import Rows
+from lazystate.ops.torch.rows import Rows
 
 
 def convolve(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lazystate.ops.pool import Pool
-from lazystate.ops.rows import Rows
 from lazystate.ops.torch.decay import suffix_sums
+from lazystate.ops.torch.rows import Rows
 from lazystate.ops.torch.step import gather, per_head, solve, within
 
 

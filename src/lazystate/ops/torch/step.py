@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lazystate.ops.pool import Pool
-from lazystate.ops.rows import Rows
 from lazystate.ops.torch.decay import segment_sums, suffix_sums
+from lazystate.ops.torch.rows import Rows
 
 
 def gather(pool: Pool, index: Tensor, valid: Tensor, names: tuple[str, ...]) -> list[Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lazystate.ops.backend import Census
 from lazystate.ops.pool import Cursors
 
 
@@ -15,7 +16,7 @@ class Rows:
     """The active rows A of a model step over T tokens; R = window + max_tokens ring positions.
 
     Attributes:
-        index: int64 [A], their batch rows, or None where all batch rows are active.
+        batch: B. index: int64 [A], their batch rows, or None where all batch rows are active.
         slots: int64 [A].
         lengths: int64 [A], tokens of each row; None where all rows have T.
         seen: int64 [A], tokens committed before this step.
@@ -28,6 +29,7 @@ class Rows:
         fresh: int64 [A, T], flat ring positions of the step's own records.
     """
 
+    batch: int
     index: Tensor | None
     slots: Tensor
     lengths: Tensor | None
@@ -89,6 +91,7 @@ def begin(
     recent = base + (seen.unsqueeze(1) - 1 - offsets[:window]) % records
     fresh = base + (seen.unsqueeze(1) + offsets[:tokens]) % records
     return Rows(
+        batch=active.numel(),
         index=index,
         slots=slots,
         lengths=lengths,
@@ -103,16 +106,52 @@ def begin(
     )
 
 
-def commit(cursors: Cursors, rows: Rows, kept: Tensor, window: int) -> None:
-    """Advance the cursors of the step's rows by `kept` [A] tokens; rejected records are forgotten.
-
-    On rows that folded, the folded records leave the ring: the origin moves past them.
-    """
+def commit(cursors: Cursors, rows: Rows, kept: Tensor | None, window: int) -> None:
+    """See `Backend.commit`; on rows that folded, the origin moves past the folded records."""
+    if kept is None:
+        kept = torch.full_like(rows.slots, rows.tokens) if rows.lengths is None else rows.lengths
+    elif rows.index is not None:
+        kept = kept[rows.index]
     filled = rows.filled + kept
     if rows.folding.numel():
         folded = rows.slots[rows.folding]
-        cursors.origin.index_add_(0, folded, rows.filled[rows.folding])
+        cursors.origin[folded] += rows.filled[rows.folding]
         cursors.limit[folded] = window
         cursors.empty[folded] = False
         filled[rows.folding] = kept[rows.folding]
     cursors.filled[rows.slots] = filled
+
+
+def census(rows: Rows) -> Census:
+    """See `Backend.census`."""
+    due = torch.zeros_like(rows.empty)
+    due[rows.folding] = True
+    new = rows.slots.numel() * rows.tokens if rows.lengths is None else int(rows.lengths.sum())
+    return Census(
+        views=int((~rows.empty & ~due).sum()),
+        checkpoints=int((~rows.empty & due).sum()),
+        held=int(rows.filled.sum()),
+        folded=int(rows.filled[due].sum()),
+        folding=int(due.sum()),
+        new=new,
+    )
+
+
+def gather_rows(rows: Rows, tensor: Tensor) -> Tensor:
+    """The active rows of [B, T, ...], with zeros behind a row's length (which may hold NaN)."""
+    return _trim(rows, tensor if rows.index is None else tensor[rows.index])
+
+
+def scatter_rows(rows: Rows, out: Tensor) -> Tensor:
+    """[B, T, ...] from the active rows: zeros on padded rows and behind a row's length."""
+    out = _trim(rows, out)
+    if rows.index is None:
+        return out
+    return out.new_zeros(rows.batch, *out.shape[1:]).index_copy_(0, rows.index, out)
+
+
+def _trim(rows: Rows, tensor: Tensor) -> Tensor:
+    if rows.lengths is None:
+        return tensor
+    behind = torch.arange(tensor.shape[1], device=tensor.device) >= rows.lengths.unsqueeze(1)
+    return tensor.masked_fill(behind.view(*behind.shape, *[1] * (tensor.dim() - 2)), 0)

@@ -1,0 +1,158 @@
+"""Cursor kernels: one launch before a model step and one after it, shared by all layers.
+
+Nothing is read back to the host, so one captured graph serves every mix of folding and other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lazystate.ops.backend import Census
+from lazystate.ops.pool import Cursors
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One model step on the device.
+
+    Attributes:
+        meta: int64 [B, 6], a row's slot (-1 if padded), committed records h, tokens seen, length,
+            1 if it folds, 1 if its checkpoint is zero and is not read.
+        folds: int32 [1 + B], how many rows fold, then which batch rows.
+        tokens: T.
+    """
+
+    meta: Tensor
+    folds: Tensor
+    tokens: int
+
+
+@triton.jit
+def begin_kernel(
+    slots,
+    lengths,
+    origin,
+    filled,
+    limit,
+    empty,
+    meta,
+    folds,
+    batch,
+    T: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Look up every row's cursors and decide which rows fold (h + length > limit)."""
+    row = tl.arange(0, BLOCK)
+    inside = row < batch
+    slot = tl.load(slots + row, mask=inside, other=-1)
+    if RAGGED:
+        length = tl.load(lengths + row, mask=inside, other=0)
+    else:
+        length = tl.full([BLOCK], T, tl.int64)
+    active = (slot >= 0) & (length > 0)
+    held = tl.load(filled + slot, mask=active, other=0)
+    seen = held + tl.load(origin + slot, mask=active, other=0)
+    due = active & (held + length > tl.load(limit + slot, mask=active, other=0))
+    zero = tl.load(empty + slot, mask=active, other=0)
+    at = meta + row * 6
+    tl.store(at, tl.where(active, slot, -1), mask=inside)
+    tl.store(at + 1, held, mask=inside)
+    tl.store(at + 2, seen, mask=inside)
+    tl.store(at + 3, length, mask=inside)
+    tl.store(at + 4, due.to(tl.int64), mask=inside)
+    tl.store(at + 5, zero.to(tl.int64), mask=inside)
+    rank = tl.cumsum(due.to(tl.int32), 0)
+    tl.store(folds + rank, row, mask=due)
+    tl.store(folds, tl.sum(due.to(tl.int32), 0))
+
+
+@triton.jit
+def commit_kernel(
+    meta,
+    kept,
+    origin,
+    filled,
+    limit,
+    empty,
+    batch,
+    window,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Advance the cursors by the kept tokens; folded records leave the ring."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = meta + row * 6
+    slot = tl.load(at, mask=row < batch, other=-1)
+    active = slot >= 0
+    held = tl.load(at + 1, mask=active, other=0)
+    seen = tl.load(at + 2, mask=active, other=0)
+    due = active & (tl.load(at + 4, mask=active, other=0) != 0)
+    if ALL:
+        count = tl.load(at + 3, mask=active, other=0)
+    else:
+        count = tl.load(kept + row, mask=active, other=0)
+    tl.store(filled + slot, tl.where(due, count, held + count), mask=active)
+    tl.store(origin + slot, seen, mask=due)
+    tl.store(limit + slot, tl.full([BLOCK], window, tl.int64), mask=due)
+    tl.store(empty + slot, tl.zeros([BLOCK], tl.int8), mask=due)
+
+
+def begin(
+    cursors: Cursors, slots: Tensor, lengths: Tensor | None, tokens: int, window: int, records: int
+) -> Rows:
+    """See `Backend.begin`; the kernels work out ring positions themselves."""
+    batch = slots.numel()
+    meta = torch.empty(batch, 6, dtype=torch.int64, device=slots.device)
+    folds = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
+    begin_kernel[(1,)](
+        slots,
+        slots if lengths is None else lengths,
+        *_pointers(cursors),
+        meta,
+        folds,
+        batch,
+        T=tokens,
+        RAGGED=lengths is not None,
+        BLOCK=triton.next_power_of_2(batch),
+        num_warps=4,
+    )
+    return Rows(meta, folds, tokens)
+
+
+def commit(cursors: Cursors, rows: Rows, kept: Tensor | None, window: int) -> None:
+    """See `Backend.commit`."""
+    batch = rows.meta.shape[0]
+    commit_kernel[(triton.cdiv(batch, 128),)](
+        rows.meta,
+        rows.meta if kept is None else kept,
+        *_pointers(cursors),
+        batch,
+        window,
+        ALL=kept is None,
+        BLOCK=128,
+        num_warps=4,
+    )
+
+
+def census(rows: Rows) -> Census:
+    """See `Backend.census`."""
+    meta = rows.meta.cpu()
+    slot, held, _, length, due, empty = meta[meta[:, 0] >= 0].unbind(1)
+    return Census(
+        views=int(((due == 0) & (empty == 0)).sum()),
+        checkpoints=int(((due != 0) & (empty == 0)).sum()),
+        held=int(held.sum()),
+        folded=int(held[due != 0].sum()),
+        folding=int(due.sum()),
+        new=int(length.sum()),
+    )
+
+
+def _pointers(cursors: Cursors) -> tuple[Tensor, ...]:
+    return cursors.origin, cursors.filled, cursors.limit, cursors.empty.view(torch.int8)

@@ -1,0 +1,151 @@
+"""The conventional step: read the state, advance it, write it (Eq. 1-3): baseline and tails.
+
+With `snapshots` the state after each token goes to a slot of its own, as serving engines do to be
+able to roll back drafts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lazystate.ops.triton.device import advance, chunked, dot_k, load_f32
+from lazystate.spec import LayerSpec
+
+
+@triton.jit
+def plain_kernel(
+    source,
+    target,
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    skip,
+    out,
+    state_pool,
+    q_row,
+    q_token,
+    q_head,
+    k_row,
+    k_token,
+    k_head,
+    v_row,
+    v_token,
+    v_head,
+    g_row,
+    g_token,
+    g_head,
+    b_row,
+    b_token,
+    b_head,
+    state_slot,
+    T: tl.constexpr,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    KC: tl.constexpr,
+    KI: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ERASE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
+):
+    """One tile of one value head through T tokens; target: int64 [B] or, with SNAPSHOTS, [B, T]."""
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    channel = pid % tiles * BV + tl.arange(0, BV)
+    head = (pid // tiles) % HV
+    row = (pid // (tiles * HV)).to(tl.int64)
+    key_head = head // GROUP
+    in_v = channel < V
+    slot = tl.load(source + row)
+    ki = chunked(KC, KI)
+    in_k = ki < K
+    in_tile = in_k & in_v[None, :, None]
+    at_tile = (head * V + channel)[None, :, None] * K + ki
+    state = load_f32(state_pool + slot * state_slot + at_tile, in_tile & (slot >= 0))
+    for s in range(T):
+        qs = load_f32(q + row * q_row + s * q_token + key_head * q_head + ki, in_k)
+        ks = load_f32(k + row * k_row + s * k_token + key_head * k_head + ki, in_k)
+        vs = load_f32(v + row * v_row + s * v_token + head * v_head + channel, in_v)
+        g_at = log_decay + row * g_row + s * g_token + head * g_head
+        decay = tl.exp(load_f32(g_at + ki, in_k)) if CHANNEL else tl.exp(tl.load(g_at))
+        strength = 1.0
+        if HAS_BETA:
+            strength = tl.load(beta + row * b_row + s * b_token + head * b_head)
+        state, _ = advance(state, ks, vs, decay, strength, ERASE)
+        o = dot_k(state, qs)
+        if HAS_SKIP:
+            o += vs * tl.load(skip + head).to(tl.float32)
+        at_out = ((row * T + s) * HV + head) * V + channel
+        tl.store(out + at_out, tl.where(slot >= 0, o, 0.0), mask=in_v)
+        if SNAPSHOTS or s == T - 1:
+            to = tl.load(target + (row * T + s if SNAPSHOTS else row))
+            tl.store(
+                state_pool + to * state_slot + at_tile,
+                state.to(state_pool.dtype.element_ty),
+                mask=in_tile & (to >= 0),
+            )
+
+
+def plain_step(
+    spec: LayerSpec,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None = None,
+    skip: Tensor | None = None,
+    *,
+    block_v: int = 8,
+    warps: int = 1,
+) -> Tensor:
+    """T tokens in the conventional way.
+
+    Args:
+        states: [slots, HV, V, K], dense behind the slot. source: int64 [B] slots to read, negative
+            on padded rows. target: int64 [B] slots to write, or [B, T] for a snapshot a token.
+        q, k, v, log_decay, beta, skip: as in `StateCache.step`; skip is [HV].
+
+    Returns:
+        [B, T, HV, V], dtype of v; zeros on padded rows.
+    """
+    batch, tokens = q.shape[:2]
+    out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
+    inputs = (q, k, v, log_decay, log_decay if beta is None else beta)
+    chunk = 32 if spec.key_dim >= 32 else triton.next_power_of_2(spec.key_dim)
+    plain_kernel[(batch * spec.heads * triton.cdiv(spec.value_dim, block_v),)](
+        source,
+        target,
+        *inputs,
+        log_decay if skip is None else skip,
+        out,
+        states,
+        *(stride for x in inputs for stride in x.stride()[:3]),
+        states.stride(0),
+        T=tokens,
+        HV=spec.heads,
+        GROUP=spec.group,
+        K=spec.key_dim,
+        KC=triton.next_power_of_2(triton.cdiv(spec.key_dim, chunk)),
+        KI=chunk,
+        V=spec.value_dim,
+        BV=block_v,
+        ERASE=spec.erase,
+        CHANNEL=spec.decay == "channel",
+        HAS_BETA=spec.beta,
+        HAS_SKIP=skip is not None,
+        SNAPSHOTS=target.dim() == 2,
+        num_warps=warps,
+    )
+    return out
