@@ -143,7 +143,7 @@ def commit(cursors: Cursors, rows: Rows, kept: Tensor | None, window: int) -> No
 def census(rows: Rows) -> Census:
     """See `Backend.census`."""
     meta = rows.meta.cpu()
-    slot, held, _, length, due, empty = meta[meta[:, 0] >= 0].unbind(1)
+    _, held, _, length, due, empty = meta[meta[:, 0] >= 0].unbind(1)
     return Census(
         views=int(((due == 0) & (empty == 0)).sum()),
         checkpoints=int(((due != 0) & (empty == 0)).sum()),
