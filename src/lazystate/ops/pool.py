@@ -44,7 +44,8 @@ class FullView:
     def read(self, slots: Tensor, vectors: Tensor) -> Tensor:
         """See `View.read`."""
         state = self.checkpoint.index_select(0, slots).to(self.compute)
-        return state.view(*vectors.shape[:2], -1, state.shape[-1]) @ vectors
+        keys, (heads, value_dim, key_dim) = vectors.shape[1], state.shape[1:]
+        return state.view(-1, keys, heads * value_dim // keys, key_dim) @ vectors
 
     def store(self, slots: Tensor, state: Tensor) -> None:
         """Nothing to do: the fold has stored the checkpoint."""

@@ -25,7 +25,7 @@ def convolve(
     positions = rows.conv_positions(past, pool.conv.shape[1])
     ring = pool.conv.flatten(0, 1)
     ring.index_copy_(0, positions[:, past:].flatten(), x.flatten(0, 1))
-    inputs = ring.index_select(0, positions.flatten()).view(x.shape[0], past + tokens, -1)
+    inputs = ring.index_select(0, positions.flatten()).view(*positions.shape, x.shape[2])
     windows = inputs.unfold(1, past + 1, 1).to(pool.spec.compute)
     out = (windows * weight.to(windows.dtype)).sum(-1)
     out = out if bias is None else out + bias
@@ -38,7 +38,7 @@ def history(pool: Pool, rows: Rows) -> Tensor:
     past = pool.spec.conv_width - 1
     positions = rows.conv_positions(past, pool.conv.shape[1])[:, :past]
     inputs = pool.conv.flatten(0, 1).index_select(0, positions.flatten())
-    return inputs.view(*positions.shape, -1).transpose(1, 2)
+    return inputs.view(*positions.shape, pool.spec.conv_channels).transpose(1, 2)
 
 
 def remember(pool: Pool, rows: Rows, inputs: Tensor | None) -> None:
