@@ -1,0 +1,36 @@
+"""What holds for every test: one thread, fixed seeds, and NaN in all memory nobody has written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # Stock models run these packages' GPU kernels wherever they can be imported, and fail on a CPU.
+    for package in ("fla", "mamba_ssm", "causal_conv1d"):
+        sys.modules[package] = None  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poison() -> Iterator[None]:
+    """Fill whatever `torch.empty` returns with NaN: a read of invalid memory shows."""
+    plain = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = plain(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random numbers whichever tests run before."""
+    torch.manual_seed(0)
