@@ -42,6 +42,7 @@ class Ticket:
     lengths: Tensor | None
     _rows: Any
     _stepped: set[int] = field(default_factory=set)
+    _convolved: set[int] = field(default_factory=set)
 
 
 class StateCache:
@@ -164,6 +165,9 @@ class StateCache:
             "x", x, (ticket.slots.numel(), ticket.tokens, spec.conv_channels), spec.activation
         )
         checks.tensor("weight", weight, (spec.conv_channels, spec.conv_width), None)
+        if bias is not None:
+            checks.tensor("bias", bias, (spec.conv_channels,), None)
+        ticket._convolved.add(layer)
         return self._backend.convolve(self._pools[layer], ticket._rows, x, weight, bias, silu)
 
     def step(
@@ -190,13 +194,16 @@ class StateCache:
             [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length.
 
         Raises:
-            StepError: if the ticket is not the open one, or the layer has stepped already.
+            StepError: if the ticket is not the open one, the layer has stepped already, or it has a
+                convolution that was not called.
             ValueError: for a shape or dtype that the layer's spec does not state.
         """
         spec = self._layer(ticket, layer)
         if layer in ticket._stepped:
             raise StepError(f"layer {layer} has already stepped in this model step")
-        checks.inputs(spec, (ticket.slots.numel(), ticket.tokens), q, k, v, log_decay, beta)
+        if spec.conv_channels and layer not in ticket._convolved:
+            raise StepError(f"step before convolve in layer {layer}, whose spec has a convolution")
+        checks.inputs(spec, (ticket.slots.numel(), ticket.tokens), q, k, v, log_decay, beta, skip)
         ticket._stepped.add(layer)
         pool = self._pools[layer]
         out = self._backend.step(pool, ticket._rows, q, k, v, log_decay, beta, skip)
@@ -251,9 +258,10 @@ class StateCache:
         checks.per_layer("states", states, self.layers)
         for spec, state in zip(self.specs, states, strict=True):
             checks.tensor("states", state, (slots.numel(), *spec.state_shape), None)
-        self._start(slots, conv)
         if phase is not None:
             phase = checks.counts("phase", phase, slots.numel(), 0, self.window - self.max_tokens)
+        self._start(slots, conv)
+        if phase is not None:
             self._cursors.limit[slots] -= phase.to(self.device)
         self._cursors.empty[slots] = False
         for pool, state in zip(self._pools, states, strict=True):
@@ -307,7 +315,8 @@ class StateCache:
         """
         self._require_closed("export")
         slots = self._slots(slots)
-        return {name: tensor.index_select(0, slots) for name, tensor in self._tensors().items()}
+        named = {name: tensor.index_select(0, slots) for name, tensor in self._tensors().items()}
+        return {**named, "layout": self._layout(slots)}
 
     def import_(self, slots: Tensor, exported: dict[str, Tensor]) -> None:
         """Put exported requests into slots [n], in the order of the export.
@@ -318,11 +327,18 @@ class StateCache:
         self._require_closed("import_")
         slots = self._slots(slots)
         own = self._tensors()
-        if own.keys() != exported.keys():
-            differing = sorted(own.keys() ^ exported.keys())
+        names = {*own, "layout"}
+        if names != exported.keys():
             raise ValueError(
-                f"exported does not fit this cache: {differing} are in one and not in the other; "
-                "build both with the same specs and fold"
+                f"exported does not fit this cache: {sorted(names ^ exported.keys())} are in one "
+                "and not in the other; build both with the same specs and fold"
+            )
+        layout = self._layout(slots)
+        checks.tensor("exported['layout']", exported["layout"], tuple(layout.shape), torch.int64)
+        if not torch.equal(exported["layout"].to(self.device), layout):
+            raise ValueError(
+                f"exported does not fit this cache: it has [window, max_tokens] "
+                f"{exported['layout'].unique(dim=0).tolist()}, this cache {layout[0].tolist()}"
             )
         for name, tensor in own.items():
             shape = (slots.numel(), *tensor.shape[1:])
@@ -348,6 +364,11 @@ class StateCache:
         for pool, inputs in zip(self._pools, conv, strict=True):
             if pool.conv is not None:
                 ops.remember(pool, rows, inputs)
+
+    def _layout(self, slots: Tensor) -> Tensor:
+        """[n, 2], what the shapes do not tell: rings of one size may have different windows."""
+        layout = torch.tensor([[self.window, self.max_tokens]], device=self.device)
+        return layout.expand(slots.numel(), -1).contiguous()
 
     def _standing(self, slots: Tensor) -> Any:
         slots = self._slots(slots, repeated=True)

@@ -60,6 +60,7 @@ def inputs(
     v: Tensor,
     log_decay: Tensor,
     beta: Tensor | None,
+    skip: Tensor | None,
 ) -> None:
     """The inputs of one step; batch is (B, T)."""
     tensor("q", q, (*batch, spec.key_heads, spec.key_dim), spec.activation)
@@ -71,6 +72,11 @@ def inputs(
         raise ValueError(f"beta: this layer's spec has {needs}, got {beta if beta is None else 1}")
     if beta is not None:
         tensor("beta", beta, (*batch, spec.heads), spec.compute)
+    if skip is not None and skip.shape not in ((spec.heads,), (spec.heads, spec.value_dim)):
+        raise ValueError(
+            f"skip must have shape {[spec.heads]} or {[spec.heads, spec.value_dim]}, got "
+            f"{list(skip.shape)}"
+        )
 
 
 def per_layer(name: str, given: Sequence, layers: int) -> None:
