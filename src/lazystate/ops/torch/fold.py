@@ -8,7 +8,7 @@ from torch import Tensor
 from lazystate.ops.pool import Pool
 from lazystate.ops.torch.decay import suffix_sums
 from lazystate.ops.torch.rows import Rows
-from lazystate.ops.torch.step import gather, per_head, solve, within
+from lazystate.ops.torch.step import gather, per_head, product, solve, within
 
 
 def fold(pool: Pool, rows: Rows) -> None:
@@ -49,9 +49,9 @@ def replay(pool: Pool, rows: Rows, which: Tensor) -> Tensor:
         u = u * beta[0].transpose(1, 2).unsqueeze(2)
     keys = per_head(k, group, 2)
     if spec.decay == "channel":
-        return state * total.exp().unsqueeze(2) + u @ (keys * after.exp()).transpose(1, 2)
+        return state * total.exp().unsqueeze(2) + product(u, (keys * after.exp()).transpose(1, 2))
     weighted = u * after.exp().transpose(1, 2).unsqueeze(2)
-    return state * total.exp()[..., None, None] + weighted @ keys.transpose(1, 2)
+    return state * total.exp()[..., None, None] + product(weighted, keys.transpose(1, 2))
 
 
 def _corrections(
@@ -66,8 +66,8 @@ def _corrections(
     decay = log_decay.cumsum(1).exp()
     keys = per_head(k, group, 2).permute(0, 2, 3, 1)
     if channel:
-        known = state @ (keys * decay.permute(0, 2, 3, 1))
+        known = product(state, keys * decay.permute(0, 2, 3, 1))
     else:
-        known = (state @ keys) * decay.transpose(1, 2).unsqueeze(2)
+        known = product(state, keys) * decay.transpose(1, 2).unsqueeze(2)
     earlier = within(k, torch.cat([k, k], 1), log_decay, group)[..., k.shape[1] :]
     return solve(v - known, earlier, beta)

@@ -64,7 +64,7 @@ def step(
         u = wide_v.permute(0, 2, 3, 1)
         u = u if beta is None else u * beta.transpose(1, 2).unsqueeze(2)
     append(pool, rows, k, v, u, log_decay, beta)
-    out = known + (u * scores if tokens == 1 else u @ scores)
+    out = known + (u * scores if tokens == 1 else product(u, scores))
     return out.permute(0, 3, 1, 2)
 
 
@@ -77,7 +77,10 @@ def from_history(pool: Pool, rows: Rows, vectors: Tensor, prefix: Tensor) -> Ten
     Returns:
         [B, HV, V, n].
     """
-    spec = pool.spec
+    spec, wanted = pool.spec, vectors.shape[1]
+    if wanted == spec.key_heads == 1:
+        # BLAS sums a lone matrix-vector product otherwise than many: one row, and any, takes two.
+        vectors, prefix = (x.expand(-1, 2, *x.shape[2:]) for x in (vectors, prefix))
     names = ("k", "u" if spec.erase else "v", "log_decay")
     names += ("beta",) if spec.beta and not spec.erase else ()
     keys, values, recent, *strength = gather(pool, rows.recent, rows.committed, names)
@@ -87,16 +90,16 @@ def from_history(pool: Pool, rows: Rows, vectors: Tensor, prefix: Tensor) -> Ten
     if spec.decay == "channel":
         x = per_head(x, spec.group, 1) * prefix.exp().permute(0, 2, 3, 1)
         keys = per_head(keys, spec.group, 2) * after.exp()
-        scores = keys.transpose(1, 2) @ x
+        scores = product(keys.transpose(1, 2), x)
         read = _read(pool, rows, x * total.exp().unsqueeze(-1))
     else:
         decay = prefix.exp().transpose(1, 2)
-        scores = per_head(keys.transpose(1, 2) @ x, spec.group, 1)
+        scores = per_head(product(keys.transpose(1, 2), x), spec.group, 1)
         scores = scores * after.exp().transpose(1, 2).unsqueeze(-1) * decay.unsqueeze(2)
         read = _read(pool, rows, x) * (total.exp().unsqueeze(-1) * decay).unsqueeze(2)
     if strength:
         scores = scores * strength[0].transpose(1, 2).unsqueeze(-1)
-    return read + values @ scores
+    return (read + product(values, scores))[..., :wanted]
 
 
 def within(keys: Tensor, vectors: Tensor, log_decay: Tensor, group: int) -> Tensor:
@@ -121,7 +124,7 @@ def within(keys: Tensor, vectors: Tensor, log_decay: Tensor, group: int) -> Tens
         wide = per_head(keys, group, 2).unsqueeze(2), per_head(vectors, group, 2).unsqueeze(1)
         scores = (wide[0] * weights * wide[1]).sum(-1).permute(0, 3, 1, 2)
     else:
-        scores = keys.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)
+        scores = product(keys.transpose(1, 2), vectors.permute(0, 2, 3, 1))
         scores = per_head(scores, group, 1) * weights.permute(0, 3, 1, 2)
     ones = torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device)
     seen = torch.cat([ones.triu(i) for i in range(parts)], 1)
@@ -157,10 +160,19 @@ def append(
 def _read(pool: Pool, rows: Rows, vectors: Tensor) -> Tensor:
     """View (checkpoint on folding rows) times [B, H or HV, K, n] -> [B, HV, V, n]."""
     shape = pool.spec.heads, pool.spec.value_dim, vectors.shape[-1]
-    read = pool.view.read(rows.slots, vectors).view(-1, *shape)
+    read = pool.view.read(rows.slots, vectors.contiguous()).view(-1, *shape)
     if rows.any_empty:
         read = read.masked_fill(rows.empty.view(-1, 1, 1, 1), 0)
     return read
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product a @ b, the same for a row whatever the batch.
+
+    BLAS adds in another order for a transposed operand, and of a strided one PyTorch transposes a
+    single row in place but copies many.
+    """
+    return a.contiguous() @ b.contiguous()
 
 
 def per_head(x: Tensor, group: int, dim: int) -> Tensor:
