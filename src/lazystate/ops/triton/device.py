@@ -1,8 +1,8 @@
-"""Device functions that the kernels share: tiles, gates' weights, ring addressing, the recurrence.
+"""Device functions that the kernels share: rows of K elements, the recurrence, the read of history.
 
-A state tile is held as [KC, BV, KI]: K split into KC chunks of KI contiguous elements. Triton then
-puts 8 lanes along K and 4 along V, so that a sum over K is KC additions in registers and three
-shuffles, where a [BV, K] tile would take five shuffles for every row.
+Anything with a K axis is a tuple of KC pieces [n, KI], KI = 16 elements wide. A state tile then puts
+4 lanes along K and 8 along V: a sum over K is additions in registers and two shuffles, where one
+[n, K] tensor would take five shuffles for every row. K need not be a power of two.
 """
 
 from __future__ import annotations
@@ -12,32 +12,135 @@ import triton.language as tl
 
 
 @triton.jit
-def chunked(KC: tl.constexpr, KI: tl.constexpr):
-    """Key indices of a tile, [KC, 1, KI]."""
-    return (tl.arange(0, KC) * KI)[:, None, None] + tl.arange(0, KI)[None, None, :]
-
-
-@triton.jit
-def dot_k(tile, x):
-    """Sum over K of a tile [KC, BV, KI] times [KC, 1, KI] -> [BV]."""
-    return tl.sum(tl.sum(tile * x, 0), 1)
-
-
-@triton.jit
 def load_f32(pointer, mask):
     """A masked load in FP32, zeros where masked."""
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def advance(state, k, v, decay, beta, ERASE: tl.constexpr):
-    """One token of the recurrence (Eq. 1, 2) on a tile.
+def load_rows(base, at, there, K: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr):
+    """n rows of K elements in FP32 from base + at [n]; zeros where not there [n]."""
+    rows = ()
+    for c in tl.static_range(KC):
+        i = c * KI + tl.arange(0, KI)
+        rows = rows + (load_f32(base + at[:, None] + i[None, :], there[:, None] & (i < K)[None, :]),)
+    return rows
 
-    state: [KC, BV, KI]. k: [KC, 1, KI]. v: [BV]. decay: exp(log_decay), scalar or [KC, 1, KI].
-    """
-    state = state * decay
+
+@triton.jit
+def load_row(base, there, K: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr):
+    """One row [1, K] in FP32; zeros unless there."""
+    row = ()
+    for c in tl.static_range(KC):
+        i = c * KI + tl.arange(0, KI)
+        row = row + (load_f32(base + i, there & (i < K))[None, :],)
+    return row
+
+
+@triton.jit
+def store_rows(base, at, there, rows, K: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr):
+    """Store n rows of K elements to base + at [n] where there [n], in the pointer's dtype."""
+    for c in tl.static_range(KC):
+        i = c * KI + tl.arange(0, KI)
+        tl.store(
+            base + at[:, None] + i[None, :],
+            rows[c].to(base.dtype.element_ty),
+            mask=there[:, None] & (i < K)[None, :],
+        )
+
+
+@triton.jit
+def store_row(base, there, row, K: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr):
+    """Store one row [1, K]."""
+    for c in tl.static_range(KC):
+        i = c * KI + tl.arange(0, KI)
+        tl.store(
+            base + i[None, :], row[c].to(base.dtype.element_ty), mask=(there & (i < K))[None, :]
+        )
+
+
+@triton.jit
+def zeros(n: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr):
+    """n rows of zeros."""
+    rows = ()
+    for _ in tl.static_range(KC):
+        rows = rows + (tl.zeros([n, KI], tl.float32),)
+    return rows
+
+
+@triton.jit
+def dot_k(a, b, KC: tl.constexpr):
+    """Sum over K of a [n, K] times b [n or 1, K] -> [n]."""
+    total = a[0] * b[0]
+    for c in tl.static_range(1, KC):
+        total += a[c] * b[c]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def add(a, b, KC: tl.constexpr):
+    """a + b."""
+    out = ()
+    for c in tl.static_range(KC):
+        out = out + (a[c] + b[c],)
+    return out
+
+
+@triton.jit
+def decayed(a, log_decay, KC: tl.constexpr):
+    """a times exp(log_decay), element by element."""
+    out = ()
+    for c in tl.static_range(KC):
+        out = out + (a[c] * tl.exp(log_decay[c]),)
+    return out
+
+
+@triton.jit
+def advance(
+    state, k, v, log_decay, beta, KC: tl.constexpr, ERASE: tl.constexpr, CHANNEL: tl.constexpr
+):
+    """One token of the recurrence (Eq. 1, 2) on a state tile [BV, K]; log_decay scalar or [1, K]."""
+    moved = ()
+    for c in tl.static_range(KC):
+        moved = moved + (state[c] * tl.exp(log_decay[c] if CHANNEL else log_decay),)
     u = v
     if ERASE:
-        u = u - dot_k(state, k)
-    u = u * beta
-    return state + u[None, :, None] * k, u
+        u = u - dot_k(moved, k, KC)
+    u = (u * beta)[:, None]
+    state = ()
+    for c in tl.static_range(KC):
+        state = state + (moved[c] + u * k[c],)
+    return state
+
+
+@triton.jit
+def history(
+    x,
+    state,
+    keys,
+    values,
+    after,
+    total,
+    prefix,
+    KC: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """What the state before the step returns for x, decayed to x's token (Eq. 10) -> [BV].
+
+    Args:
+        x: [1, K]. state: [BV, K]. values: [LP, BV], writes of the committed records.
+        keys: [LP, K], with CHANNEL already decayed. after: [LP] their weights otherwise.
+        total, prefix: log-decay since the checkpoint and since the step's start, scalar or [1, K].
+        RING: False where the records were folded into the tile.
+    """
+    if CHANNEL:
+        x = decayed(x, prefix, KC)
+        out = dot_k(state, decayed(x, total, KC) if RING else x, KC)
+        if RING:
+            out += tl.sum(values * dot_k(keys, x, KC)[:, None], 0)
+    else:
+        out = dot_k(state, x, KC) * tl.exp(total + prefix)
+        if RING:
+            out += tl.sum(values * (dot_k(keys, x, KC) * after * tl.exp(prefix))[:, None], 0)
+    return out

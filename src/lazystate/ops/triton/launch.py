@@ -63,7 +63,6 @@ def step(
     strength = log_decay if beta is None else beta
     inputs = (q, k, v, log_decay, strength)
     rings = (ring.k, ring_v, ring_u, ring.log_decay, ring_b)
-    chunk = 32 if spec.key_dim >= 32 else triton.next_power_of_2(spec.key_dim)
     records = ring.k.shape[1]
     programs = spec.heads // launch.heads * triton.cdiv(spec.value_dim, launch.block_v)
     for which in (0, 1) if launch.split else (2,):
@@ -84,8 +83,8 @@ def step(
             GROUP=spec.group,
             HEADS=launch.heads,
             K=spec.key_dim,
-            KC=triton.next_power_of_2(triton.cdiv(spec.key_dim, chunk)),
-            KI=chunk,
+            KC=triton.cdiv(spec.key_dim, 16),
+            KI=16,
             V=spec.value_dim,
             BV=launch.block_v,
             LP=triton.next_power_of_2(pool.window),

@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lazystate.ops.triton.device import advance, chunked, dot_k, load_f32
+from lazystate.ops.triton.device import (
+    advance,
+    dot_k,
+    load_f32,
+    load_row,
+    load_rows,
+    store_rows,
+)
 from lazystate.spec import LayerSpec
 
 
@@ -66,33 +73,26 @@ def plain_kernel(
     key_head = head // GROUP
     in_v = channel < V
     slot = tl.load(source + row)
-    ki = chunked(KC, KI)
-    in_k = ki < K
-    in_tile = in_k & in_v[None, :, None]
-    at_tile = (head * V + channel)[None, :, None] * K + ki
-    state = load_f32(state_pool + slot * state_slot + at_tile, in_tile & (slot >= 0))
+    at_tile = (head * V + channel) * K
+    state = load_rows(state_pool + slot * state_slot, at_tile, in_v & (slot >= 0), K, KC, KI)
     for s in range(T):
-        qs = load_f32(q + row * q_row + s * q_token + key_head * q_head + ki, in_k)
-        ks = load_f32(k + row * k_row + s * k_token + key_head * k_head + ki, in_k)
+        qs = load_row(q + row * q_row + s * q_token + key_head * q_head, True, K, KC, KI)
+        ks = load_row(k + row * k_row + s * k_token + key_head * k_head, True, K, KC, KI)
         vs = load_f32(v + row * v_row + s * v_token + head * v_head + channel, in_v)
-        g_at = log_decay + row * g_row + s * g_token + head * g_head
-        decay = tl.exp(load_f32(g_at + ki, in_k)) if CHANNEL else tl.exp(tl.load(g_at))
+        gate = log_decay + row * g_row + s * g_token + head * g_head
+        g = load_row(gate, True, K, KC, KI) if CHANNEL else tl.load(gate)
         strength = 1.0
         if HAS_BETA:
             strength = tl.load(beta + row * b_row + s * b_token + head * b_head)
-        state, _ = advance(state, ks, vs, decay, strength, ERASE)
-        o = dot_k(state, qs)
+        state = advance(state, ks, vs, g, strength, KC, ERASE, CHANNEL)
+        o = dot_k(state, qs, KC)
         if HAS_SKIP:
             o += vs * tl.load(skip + head).to(tl.float32)
         at_out = ((row * T + s) * HV + head) * V + channel
         tl.store(out + at_out, tl.where(slot >= 0, o, 0.0), mask=in_v)
         if SNAPSHOTS or s == T - 1:
             to = tl.load(target + (row * T + s if SNAPSHOTS else row))
-            tl.store(
-                state_pool + to * state_slot + at_tile,
-                state.to(state_pool.dtype.element_ty),
-                mask=in_tile & (to >= 0),
-            )
+            store_rows(state_pool + to * state_slot, at_tile, in_v & (to >= 0), state, K, KC, KI)
 
 
 def plain_step(
@@ -123,7 +123,6 @@ def plain_step(
     batch, tokens = q.shape[:2]
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
     inputs = (q, k, v, log_decay, log_decay if beta is None else beta)
-    chunk = 32 if spec.key_dim >= 32 else triton.next_power_of_2(spec.key_dim)
     plain_kernel[(batch * spec.heads * triton.cdiv(spec.value_dim, block_v),)](
         source,
         target,
@@ -137,8 +136,8 @@ def plain_step(
         HV=spec.heads,
         GROUP=spec.group,
         K=spec.key_dim,
-        KC=triton.next_power_of_2(triton.cdiv(spec.key_dim, chunk)),
-        KI=chunk,
+        KC=triton.cdiv(spec.key_dim, 16),
+        KI=16,
         V=spec.value_dim,
         BV=block_v,
         ERASE=spec.erase,

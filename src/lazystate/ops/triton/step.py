@@ -11,7 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lazystate.ops.triton.device import advance, chunked, dot_k, load_f32
+from lazystate.ops.triton.device import (
+    add,
+    advance,
+    decayed,
+    dot_k,
+    history,
+    load_f32,
+    load_row,
+    load_rows,
+    store_row,
+    store_rows,
+    zeros,
+)
 
 
 @triton.jit
@@ -74,10 +86,11 @@ def step_kernel(
     """One model step of one layer; WHICH rows: 0 those that do not fold, 1 those that do, 2 all.
 
     meta: int64 [B, 6] rows (slot, committed h, tokens seen, length, folds, empty). folds: int32
-    [1 + B], the number of folding rows and their batch rows; the other pointers are as in
-    `lazystate.ops.step`, strides in elements, everything behind a head dense.
+    [1 + B], the number of folding rows and their batch rows. The other pointers are the arguments
+    of `Backend.step` and the ring's tensors; strides in elements, all behind a head dense.
     """
     H: tl.constexpr = HV // GROUP
+    G: tl.constexpr = K if CHANNEL else 1
     tiles: tl.constexpr = (V + BV - 1) // BV
     chunks: tl.constexpr = GROUP // HEADS
     pid = tl.program_id(0)
@@ -91,9 +104,12 @@ def step_kernel(
         row = tl.load(folds + 1 + row)
     row = row.to(tl.int64)
     slot = tl.load(meta + row * 6)
-    due = tl.load(meta + row * 6 + 4)
+    held = tl.load(meta + row * 6 + 1)
+    seen = tl.load(meta + row * 6 + 2)
     length = tl.load(meta + row * 6 + 3)
-    if WHICH == 0 and due != 0:
+    due = tl.load(meta + row * 6 + 4) != 0
+    stored = tl.load(meta + row * 6 + 5) == 0
+    if WHICH == 0 and due:
         return
     head0 = key_head * GROUP + chunk * HEADS
     channel = tile * BV + tl.arange(0, BV)
@@ -102,242 +118,193 @@ def step_kernel(
         for i in tl.static_range(HEADS):
             for s in range(T):
                 at = ((row * T + s) * HV + head0 + i) * V + channel
-                tl.store(out + at, tl.zeros([BV], tl.float32), mask=in_v)
+                tl.store(out + at, tl.zeros([BV], out.dtype.element_ty), mask=in_v)
         return
-    held = tl.load(meta + row * 6 + 1)
-    seen = tl.load(meta + row * 6 + 2)
-    stored = tl.load(meta + row * 6 + 5) == 0
-    ki = chunked(KC, KI)
-    in_k = ki < K
 
     # Committed records, newest first; a folding row goes on from its folded tile instead.
     recent = tl.arange(0, LP)
-    used = held
-    if WHICH == 2:
-        used = tl.where(due != 0, 0, held)
-    place = (seen - 1 - recent + R) % R
+    used = tl.where(due, 0, held) if WHICH == 2 else held
     there = recent < used
+    place = (seen - 1 - recent + R) % R
+    ring_k += slot * ring_k_slot + key_head * K
+    keys = ()
     if WHICH != 1:
-        keys = load_f32(
-            ring_k + slot * ring_k_slot + (place * (H * K) + key_head * K)[None, :, None] + ki,
-            in_k & there[None, :, None],
-        )
+        keys = load_rows(ring_k, place * (H * K), there, K, KC, KI)
 
     for i in tl.static_range(HEADS):
         head = head0 + i
-        at_tile = slot * state_slot + (head * V + channel)[None, :, None] * K + ki
-        in_tile = in_k & in_v[None, :, None]
-        state = load_f32(checkpoint + at_tile, in_tile & stored)
+        at_v = head * V + channel
+        tile_base = checkpoint + slot * state_slot
+        state = load_rows(tile_base, at_v * K, in_v & stored, K, KC, KI)
+        head_v = ring_v + slot * ring_v_slot + at_v
+        head_u = ring_u + slot * ring_u_slot + at_v
+        head_g = ring_g + slot * ring_g_slot + head * G
+        head_b = ring_b + slot * ring_b_slot + head
         if WHICH != 0:
-            state = _replay(
-                state,
-                ring_k + slot * ring_k_slot + key_head * K,
-                (ring_v + slot * ring_v_slot if RAW else ring_u + slot * ring_u_slot)
-                + head * V
-                + channel,
-                ring_g + slot * ring_g_slot + (head * K if CHANNEL else head),
-                ring_b + slot * ring_b_slot + head,
-                seen - held,
-                tl.where(due != 0, held, 0),
-                ki,
-                in_k,
-                in_v,
-                H * K,
-                HV * V,
-                HV,
-                R,
-                ERASE and RAW,
-                CHANNEL,
-                HAS_BETA and RAW,
-                K,
-            )
-            tl.store(
-                checkpoint + at_tile,
-                state.to(checkpoint.dtype.element_ty),
-                mask=in_tile & (due != 0),
-            )
-        if WHICH != 1:
-            if ERASE:
-                values = load_f32(
-                    ring_u
-                    + slot * ring_u_slot
-                    + (place * (HV * V) + head * V)[:, None]
-                    + channel[None, :],
-                    there[:, None] & in_v[None, :],
+            for j in range(tl.where(due, held, 0)):
+                old = (seen - held + j) % R
+                values_at = head_v if RAW else head_u
+                gate = (
+                    load_row(head_g + old * (HV * G), True, K, KC, KI)
+                    if CHANNEL
+                    else tl.load(head_g + old * HV)
                 )
-            else:
-                values = load_f32(
-                    ring_v
-                    + slot * ring_v_slot
-                    + (place * (HV * V) + head * V)[:, None]
-                    + channel[None, :],
-                    there[:, None] & in_v[None, :],
+                strength = tl.load(head_b + old * HV) if HAS_BETA and RAW else 1.0
+                state = advance(
+                    state,
+                    load_row(ring_k + old * (H * K), True, K, KC, KI),
+                    load_f32(values_at + old * (HV * V), in_v),
+                    gate,
+                    strength,
+                    KC,
+                    ERASE and RAW,
+                    CHANNEL,
                 )
-                if HAS_BETA:
-                    values = (
-                        values
-                        * load_f32(ring_b + slot * ring_b_slot + place * HV + head, there)[:, None]
-                    )
-            # Shifted by one record: the inclusive sum is then over the records newer than each.
-            newer = (seen - recent + R) % R
-            shifted = (recent > 0) & (recent <= used)
-            if CHANNEL:
-                at_g = ring_g + slot * ring_g_slot + head * K + ki
-                after = load_f32(
-                    at_g + (newer * (HV * K))[None, :, None], in_k & shifted[None, :, None]
-                )
-                weighted = keys * tl.exp(tl.cumsum(after, 1))
-                every = load_f32(
-                    at_g + (place * (HV * K))[None, :, None], in_k & there[None, :, None]
-                )
-                total = tl.sum(every, 1)[:, None, :]
-            else:
-                at_g = ring_g + slot * ring_g_slot + head
-                after = tl.exp(tl.cumsum(load_f32(at_g + newer * HV, shifted), 0))
-                total = tl.sum(load_f32(at_g + place * HV, there), 0)
-        else:
-            total = 0.0
+            store_rows(tile_base, at_v * K, in_v & due, state, K, KC, KI)
+        values, after, total, weighted = _records(
+            head_u if ERASE else head_v,
+            head_g,
+            head_b,
+            keys,
+            place,
+            (seen - recent + R) % R,
+            recent,
+            used,
+            in_v,
+            HV * V,
+            HV * G,
+            HV,
+            K,
+            KC,
+            KI,
+            CHANNEL,
+            HAS_BETA and not ERASE,
+            WHICH != 1,
+        )
 
         # The step's own tokens, one after the other: U holds their writes, segment the log-decay
         # from each of them to the current one.
         column = tl.arange(0, TP)
-        U = tl.zeros([BV, TP], tl.float32)
-        own = load_f32(
-            k + row * k_row + column[None, :, None] * k_token + key_head * k_head + ki,
-            in_k & (column < length)[None, :, None],
-        )
-        if CHANNEL:
-            segment = tl.zeros([KC, TP, KI], tl.float32)
-            prefix = tl.zeros([KC, 1, KI], tl.float32)
-        else:
-            segment = tl.zeros([TP], tl.float32)
-            prefix = 0.0
+        U = tl.zeros([TP, BV], tl.float32)
+        key_in = k + row * k_row + key_head * k_head
+        own = ()
+        if T > 1:
+            own = load_rows(key_in, column * k_token, column < length, K, KC, KI)
+        segment = zeros(TP, KC, KI) if CHANNEL else tl.zeros([TP], tl.float32)
+        prefix = zeros(1, KC, KI) if CHANNEL else 0.0
         for s in range(T):
             alive = s < length
-            qs = load_f32(q + row * q_row + s * q_token + key_head * q_head + ki, in_k & alive)
+            qs = load_row(q + row * q_row + s * q_token + key_head * q_head, alive, K, KC, KI)
+            ks = load_row(key_in + s * k_token, alive, K, KC, KI)
             vs = load_f32(v + row * v_row + s * v_token + head * v_head + channel, in_v & alive)
-            g_at = log_decay + row * g_row + s * g_token + head * g_head
+            gate_in = log_decay + row * g_row + s * g_token + head * g_head
+            if CHANNEL:
+                g = load_row(gate_in, alive, K, KC, KI)
+                prefix = add(prefix, g, KC)
+                longer = ()
+                for c in tl.static_range(KC):
+                    longer = longer + (tl.where((column < s)[:, None], segment[c] + g[c], 0.0),)
+                segment = longer
+            else:
+                g = load_f32(gate_in, alive)
+                prefix = prefix + g
+                segment = tl.where(column < s, segment + g, 0.0)
+            strength = 1.0
             if HAS_BETA:
                 strength = load_f32(beta + row * b_row + s * b_token + head * b_head, alive)
-            else:
-                strength = 1.0
-            position = (seen + s) % R
-            if CHANNEL:
-                g = load_f32(g_at + ki, in_k & alive)
-                segment = tl.where((column < s)[None, :, None], segment + g, 0.0)
-            else:
-                g = load_f32(g_at, alive)
-                segment = tl.where(column < s, segment + g, 0.0)
-            prefix = prefix + g
             u = vs
             if ERASE:
-                ks = load_f32(k + row * k_row + s * k_token + key_head * k_head + ki, in_k & alive)
-                if CHANNEL:
-                    decayed = ks * tl.exp(prefix)
-                    u -= dot_k(state, decayed * tl.exp(total))
-                    inner = dot_k(own * tl.exp(segment), ks)
-                    if WHICH != 1:
-                        u -= tl.sum(values * dot_k(weighted, decayed)[:, None], 0)
-                else:
-                    u -= dot_k(state, ks) * tl.exp(total + prefix)
-                    inner = dot_k(own, ks) * tl.exp(segment)
-                    if WHICH != 1:
-                        scores = dot_k(keys, ks) * after * tl.exp(prefix)
-                        u -= tl.sum(values * scores[:, None], 0)
+                u -= history(
+                    ks, state, weighted, values, after, total, prefix, KC, CHANNEL, WHICH != 1
+                )
                 if T > 1:
-                    u -= tl.sum(U * tl.where(column < s, inner, 0.0)[None, :], 1)
+                    inner = _inner(own, ks, segment, KC, CHANNEL)
+                    u -= tl.sum(U * tl.where(column < s, inner, 0.0)[:, None], 0)
             u = u * strength
-            U = tl.where((column == s)[None, :], u[:, None], U)
-            if CHANNEL:
-                decayed = qs * tl.exp(prefix)
-                o = dot_k(state, decayed * tl.exp(total))
-                inner = dot_k(own * tl.exp(segment), qs)
-                if WHICH != 1:
-                    o += tl.sum(values * dot_k(weighted, decayed)[:, None], 0)
+            o = history(
+                qs, state, weighted, values, after, total, prefix, KC, CHANNEL, WHICH != 1
+            )
+            if T > 1:
+                U = tl.where((column == s)[:, None], u[None, :], U)
+                inner = _inner(own, qs, segment, KC, CHANNEL)
+                o += tl.sum(U * tl.where(column <= s, inner, 0.0)[:, None], 0)
             else:
-                o = dot_k(state, qs) * tl.exp(total + prefix)
-                inner = dot_k(own, qs) * tl.exp(segment)
-                if WHICH != 1:
-                    scores = dot_k(keys, qs) * after * tl.exp(prefix)
-                    o += tl.sum(values * scores[:, None], 0)
-            o += tl.sum(U * tl.where(column <= s, inner, 0.0)[None, :], 1)
+                o += u * tl.sum(dot_k(ks, qs, KC), 0)
             if HAS_SKIP:
                 o += vs * tl.load(skip + head).to(tl.float32)
-            tl.store(
-                out + ((row * T + s) * HV + head) * V + channel,
-                tl.where(alive, o, 0.0),
-                mask=in_v,
-            )
-            at_v = position * (HV * V) + head * V + channel
+            tl.store(out + ((row * T + s) * HV + head) * V + channel, tl.where(alive, o, 0.0), in_v)
+            new = (seen + s) % R
             if ERASE:
-                tl.store(
-                    ring_u + slot * ring_u_slot + at_v,
-                    u.to(ring_u.dtype.element_ty),
-                    mask=in_v & alive,
-                )
+                tl.store(head_u + new * (HV * V), u.to(ring_u.dtype.element_ty), in_v & alive)
             if RAW or not ERASE:
-                tl.store(
-                    ring_v + slot * ring_v_slot + at_v,
-                    vs.to(ring_v.dtype.element_ty),
-                    mask=in_v & alive,
-                )
+                tl.store(head_v + new * (HV * V), vs.to(ring_v.dtype.element_ty), in_v & alive)
             if tile == 0:
                 if CHANNEL:
-                    tl.store(
-                        ring_g + slot * ring_g_slot + (position * HV + head) * K + ki,
-                        g,
-                        mask=in_k & alive,
-                    )
+                    store_row(head_g + new * (HV * G), alive, g, K, KC, KI)
                 else:
-                    tl.store(ring_g + slot * ring_g_slot + position * HV + head, g, mask=alive)
+                    tl.store(head_g + new * HV, g, mask=alive)
                 if HAS_BETA and (RAW or not ERASE):
-                    tl.store(
-                        ring_b + slot * ring_b_slot + position * HV + head, strength, mask=alive
-                    )
-    if (tile == 0) & (chunk == 0):
-        for s in range(T):
-            kept = s < length
-            ks = load_f32(k + row * k_row + s * k_token + key_head * k_head + ki, in_k & kept)
-            position = (seen + s) % R
-            tl.store(
-                ring_k + slot * ring_k_slot + (position * H + key_head) * K + ki,
-                ks.to(ring_k.dtype.element_ty),
-                mask=in_k & kept,
-            )
+                    tl.store(head_b + new * HV, strength, mask=alive)
+                if (i == 0) & (chunk == 0):
+                    store_row(ring_k + new * (H * K), alive, ks, K, KC, KI)
 
 
 @triton.jit
-def _replay(
-    state,
-    keys,
-    values,
+def _records(
+    writes,
     gates,
     strengths,
-    first,
-    held,
-    ki,
-    in_k,
+    keys,
+    place,
+    newer,
+    recent,
+    used,
     in_v,
-    key_stride,
-    value_stride,
+    write_stride,
     gate_stride,
-    R: tl.constexpr,
-    ERASE: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    HAS_BETA: tl.constexpr,
+    strength_stride,
     K: tl.constexpr,
+    KC: tl.constexpr,
+    KI: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    HAS_STRENGTH: tl.constexpr,
+    RING: tl.constexpr,
 ):
-    """The tile after `held` records from position `first` on, token by token (Eq. 14 unrolled)."""
-    for j in range(held):
-        place = (first + j) % R
-        ks = load_f32(keys + place * key_stride + ki, in_k)
-        vs = load_f32(values + place * value_stride, in_v)
+    """The committed records as `history` wants them: (values, after, total, keys).
+
+    The gates are read shifted by one record (`newer`), so that their inclusive sum is the log-decay
+    over the records newer than each: no difference is taken, and a reset stays exact.
+    """
+    values = 0.0
+    after = 0.0
+    total = zeros(1, KC, KI) if CHANNEL else 0.0
+    if RING:
+        there = recent < used
+        shifted = (recent > 0) & (recent <= used)
+        values = load_f32(
+            writes[None, :] + (place * write_stride)[:, None],
+            there[:, None] & in_v[None, :],
+        )
+        if HAS_STRENGTH:
+            values = values * load_f32(strengths + place * strength_stride, there)[:, None]
         if CHANNEL:
-            decay = tl.exp(load_f32(gates + place * gate_stride * K + ki, in_k))
+            since = load_rows(gates, newer * gate_stride, shifted, K, KC, KI)
+            every = load_rows(gates, place * gate_stride, there, K, KC, KI)
+            weighted = ()
+            total = ()
+            for c in tl.static_range(KC):
+                weighted = weighted + (keys[c] * tl.exp(tl.cumsum(since[c], 0)),)
+                total = total + (tl.sum(every[c], 0)[None, :],)
+            keys = weighted
         else:
-            decay = tl.exp(tl.load(gates + place * gate_stride))
-        strength = 1.0
-        if HAS_BETA:
-            strength = tl.load(strengths + place * gate_stride)
-        state, _ = advance(state, ks, vs, decay, strength, ERASE)
-    return state
+            after = tl.exp(tl.cumsum(load_f32(gates + newer * gate_stride, shifted), 0))
+            total = tl.sum(load_f32(gates + place * gate_stride, there), 0)
+    return values, after, total, keys
+
+
+@triton.jit
+def _inner(own, x, segment, KC: tl.constexpr, CHANNEL: tl.constexpr):
+    """Decayed inner products of the step's own keys with x (Eq. 11) -> [TP]."""
+    if CHANNEL:
+        return dot_k(decayed(own, segment, KC), x, KC)
+    return dot_k(own, x, KC) * tl.exp(segment)
