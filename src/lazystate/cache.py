@@ -222,15 +222,24 @@ class StateCache:
             StepError: if the ticket is not the open one or a layer has not stepped.
             ValueError: for counts out of range (checked where they are on the CPU).
         """
-        self._require_open(ticket)
-        if missing := sorted(set(range(self.layers)) - ticket._stepped):
-            raise StepError(f"commit before layers {missing} have stepped")
+        self._require_stepped(ticket, "commit")
         if kept is not None:
             kept = checks.kept(kept, ticket.slots, ticket.lengths, ticket.tokens).to(self.device)
         self._backend.commit(self._cursors, ticket._rows, kept, self.window)
         if (traffic := ops.active()) is not None:
             new = self._backend.census(ticket._rows).new
             traffic.tokens += new if kept is None else int(kept[ticket.slots >= 0].sum())
+        self._open = None
+
+    def discard(self, ticket: Ticket) -> None:
+        """Finish a model step and keep none of its tokens; folds that it made stay.
+
+        Raises:
+            StepError: as `commit`.
+        """
+        self._require_stepped(ticket, "discard")
+        none = torch.zeros_like(ticket.slots)
+        self._backend.commit(self._cursors, ticket._rows, none, self.window)
         self._open = None
 
     def load(
@@ -396,6 +405,11 @@ class StateCache:
                 "this ticket's step is over: it was committed, or a later step has begun; every "
                 "step has its own ticket, which commit consumes"
             )
+
+    def _require_stepped(self, ticket: Ticket, verb: str) -> None:
+        self._require_open(ticket)
+        if missing := sorted(set(range(self.layers)) - ticket._stepped):
+            raise StepError(f"{verb} before layers {missing} have stepped")
 
     def _require_closed(self, verb: str) -> None:
         if self._open is not None:
