@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import samples
-import tolerance
 import torch
 
+import samples
+import tolerance
 from lazystate import StateCache, StepError
 
 

@@ -306,5 +306,7 @@ def _records(
 def _inner(own, x, segment, KC: tl.constexpr, CHANNEL: tl.constexpr):
     """Decayed inner products of the step's own keys with x (Eq. 11) -> [TP]."""
     if CHANNEL:
-        return dot_k(decayed(own, segment, KC), x, KC)
-    return dot_k(own, x, KC) * tl.exp(segment)
+        inner = dot_k(decayed(own, segment, KC), x, KC)
+    else:
+        inner = dot_k(own, x, KC) * tl.exp(segment)
+    return inner
