@@ -1,0 +1,6 @@
+"""The transformers engine: stock hybrid models that decode through a `StateCache`."""
+
+from lazystate.engines.transformers.patching import patch, patched, unpatch
+from lazystate.engines.transformers.traffic import count_plain_state_bytes
+
+__all__ = ["count_plain_state_bytes", "patch", "patched", "unpatch"]
