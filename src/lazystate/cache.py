@@ -15,6 +15,7 @@ accepted ones. Rolling back is not committing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,14 @@ class StateCache:
             for spec in self.specs
         ]
         self.reset(torch.arange(slots, device=self.device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
+        """A cache with copies of all requests, an open step included."""
+        memo[id(self._backend)] = self._backend  # a module, which cannot be copied
+        new = object.__new__(StateCache)
+        memo[id(self)] = new
+        vars(new).update(deepcopy(vars(self), memo))
+        return new
 
     @property
     def layers(self) -> int:
