@@ -23,7 +23,9 @@ def load_rows(base, at, there, K: tl.constexpr, KC: tl.constexpr, KI: tl.constex
     rows = ()
     for c in tl.static_range(KC):
         i = c * KI + tl.arange(0, KI)
-        rows = rows + (load_f32(base + at[:, None] + i[None, :], there[:, None] & (i < K)[None, :]),)
+        rows = rows + (
+            load_f32(base + at[:, None] + i[None, :], there[:, None] & (i < K)[None, :]),
+        )
     return rows
 
 

@@ -55,6 +55,8 @@ def step(
         [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length.
     """
     spec, ring = pool.spec, pool.ring
+    if skip is not None and skip.dim() != 1:
+        raise ValueError(f"skip must be [HV] for the Triton backend, got {list(skip.shape)}")
     batch, tokens = q.shape[:2]
     launch = launch or default_launch(spec, batch)
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)

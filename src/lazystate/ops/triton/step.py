@@ -221,9 +221,7 @@ def step_kernel(
                     inner = _inner(own, ks, segment, KC, CHANNEL)
                     u -= tl.sum(U * tl.where(column < s, inner, 0.0)[:, None], 0)
             u = u * strength
-            o = history(
-                qs, state, weighted, values, after, total, prefix, KC, CHANNEL, WHICH != 1
-            )
+            o = history(qs, state, weighted, values, after, total, prefix, KC, CHANNEL, WHICH != 1)
             if T > 1:
                 U = tl.where((column == s)[:, None], u[None, :], U)
                 inner = _inner(own, qs, segment, KC, CHANNEL)

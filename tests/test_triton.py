@@ -1,0 +1,143 @@
+"""The Triton backend against the PyTorch one: in Triton's interpreter here, compiled on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from samples import KINDS, draw, layer, slots
+from tolerance import error
+from tolerance import outputs as output_bound
+from tolerance import state as state_bound
+
+from lazystate import LayerSpec, StateCache
+from lazystate.ops.triton import launch
+from lazystate.ops.triton.plain import plain_step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WINDOW, MAX_TOKENS, SLOTS = 4, 3, 4
+ROWS = slots(2, -1, 0)
+LENGTHS = ([1, 1, 1], [3, 2, 1], [2, 3, 0], [1, 3, 3], [3, 3, 2])
+KEPT = ([1, 1, 1], [2, 1, 1], [2, 1, 0], [1, 2, 3], [1, 1, 2])
+
+
+def spec_of(kind: str, activation: torch.dtype = torch.float32) -> LayerSpec:
+    """A layer whose V fills two tiles, the second in part."""
+    return layer(kind, activation, key_dim=32, value_dim=20)
+
+
+def both(spec: LayerSpec, fold: str) -> tuple[StateCache, StateCache]:
+    """Caches of the two backends with the same loaded states."""
+    caches = tuple(
+        StateCache(
+            spec,
+            SLOTS,
+            window=WINDOW,
+            max_tokens=MAX_TOKENS,
+            fold=fold,
+            device=DEVICE,
+            backend=name,
+        )
+        for name in ("triton", "torch")
+    )
+    state = torch.randn(1, *spec.state_shape)
+    for cache in caches:
+        cache.load(slots(2), [state.to(DEVICE)])
+    return caches
+
+
+def program(cache: StateCache, steps: list) -> list[torch.Tensor]:
+    """The outputs of a program of ragged steps with drafts, on both backends the same."""
+    out = []
+    for inputs, lengths, kept in steps:
+        ticket = cache.begin(ROWS.to(DEVICE), inputs.q.shape[1], slots(*lengths).to(DEVICE))
+        moved = (None if x is None else x.to(DEVICE) for x in inputs)
+        out.append(cache.step(ticket, 0, *moved))
+        cache.commit(ticket, slots(*kept).to(DEVICE))
+    return out
+
+
+def steps_of(spec: LayerSpec) -> list:
+    """Random inputs, with a reset on the way."""
+    steps = []
+    for number, (lengths, kept) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+        inputs = draw(spec, len(lengths), max(lengths))
+        if number == 1:
+            inputs.log_decay[0, 0] = -float("inf")
+        steps.append((inputs, lengths, kept))
+    return steps
+
+
+@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fold", ["raw", "cached"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_backends_agree(kind, fold, split, monkeypatch):
+    """Ragged and padded rows, folds, a reset, a fresh and a loaded slot: one result, two backends."""
+    spec = spec_of(kind)
+    setting = launch.Launch(block_v=16, heads=spec.group, warps=1, split=split)
+    monkeypatch.setattr(launch, "default_launch", lambda spec, batch: setting)
+    steps = steps_of(spec)
+    ours, theirs = both(spec, fold)
+    bound = 2 * output_bound(spec, WINDOW, torch.float32, len(steps))
+    for out, expected in zip(program(ours, steps), program(theirs, steps), strict=True):
+        assert error(out, expected) <= bound
+        assert not out[1].any(), "a padded row is zero"
+    used = slots(0, 2)
+    states = zip(ours.materialize(used), theirs.materialize(used), strict=True)
+    for state, expected in states:
+        assert error(state, expected) <= 2 * state_bound(spec, WINDOW, torch.float32, len(steps))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_a_row_does_not_depend_on_its_batch(kind):
+    """One row alone gives the bits that it gives among others."""
+    spec = spec_of(kind)
+    inputs = draw(spec, 3, 2)
+    results = []
+    for rows in (slots(2, 1, 0), slots(0)):
+        cache = both(spec, "raw")[0]
+        ticket = cache.begin(rows.to(DEVICE), 2)
+        taken = (None if x is None else x[-len(rows) :].to(DEVICE) for x in inputs)
+        results.append(cache.step(ticket, 0, *taken)[-1])
+    assert torch.equal(results[0], results[1])
+
+
+def test_convolution_agrees():
+    """The convolution's ring, rollback included: one result, two backends."""
+    spec = replace(spec_of("mamba2"), conv_channels=24, conv_width=4)
+    weight, bias = torch.randn(24, 4).to(DEVICE), torch.randn(24).to(DEVICE)
+    steps = steps_of(spec)
+    mixed = [torch.randn(3, inputs.q.shape[1], 24).to(DEVICE) for inputs, *_ in steps]
+    results = []
+    for cache in both(spec, "raw"):
+        out = []
+        for x, (inputs, lengths, kept) in zip(mixed, steps, strict=True):
+            ticket = cache.begin(ROWS.to(DEVICE), x.shape[1], slots(*lengths).to(DEVICE))
+            out.append(cache.convolve(ticket, 0, x, weight, bias))
+            cache.step(ticket, 0, *(None if y is None else y.to(DEVICE) for y in inputs))
+            cache.commit(ticket, slots(*kept).to(DEVICE))
+        results.append(out)
+    for one, other in zip(*results, strict=True):
+        assert error(one, other) <= 8 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_step_is_the_recurrence(kind):
+    """The conventional kernel: the same outputs as replay, and a snapshot after every token."""
+    spec = spec_of(kind)
+    inputs = draw(spec, 2, 3)
+    cache = both(spec, "raw")[1]
+    ticket = cache.begin(slots(2, 0).to(DEVICE), 3)
+    expected = cache.step(ticket, 0, *(None if x is None else x.to(DEVICE) for x in inputs))
+    states = torch.full((8, *spec.state_shape), float("nan"), device=DEVICE)
+    states[0] = cache._pools[0].checkpoint[2]  # loaded, and not folded into by so few tokens
+    states[1] = 0
+    cache.commit(ticket)
+    target = torch.tensor([[2, 3, 4], [5, 6, 7]], device=DEVICE)
+    moved = [None if x is None else x.to(DEVICE) for x in inputs[:5]]
+    out = plain_step(spec, states, slots(0, 1).to(DEVICE), target, *moved, block_v=16)
+    bound = 2 * output_bound(spec, WINDOW, torch.float32, 1)
+    assert error(out, expected) <= bound
+    final = cache.materialize(slots(2, 0))[0]
+    assert error(states[[4, 7]], final) <= bound
