@@ -1,0 +1,134 @@
+"""`lazystate plan`: what each method moves and keeps for a model on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lazystate.commands.options import Json, usage_errors
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="Published shape (see below), a config.json, or a model folder.")
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 256,
+    method: Annotated[
+        Literal["all", "plain", "snapshot", "replay"],
+        typer.Option(help="plain: read and write the state. snapshot: a state for every draft."),
+    ] = "all",
+    tokens: Annotated[int, typer.Option(min=1, help="T, tokens of a step: 1 + drafts.")] = 1,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(help="Mean tokens of a step that are kept, 1 to T.  [default: T]"),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Of replay.  [default: the best]")
+    ] = None,
+    bandwidth: Annotated[
+        float, typer.Option(min=1, help="GB/s that a plain read reaches.")
+    ] = 4600.0,
+    copy_bandwidth: Annotated[
+        float, typer.Option(min=1, help="GB/s of a copy, bytes read plus written.")
+    ] = 4260.0,
+    gpu_memory: Annotated[
+        float, typer.Option(min=0, help="GiB of the GPU, to find the largest batch.")
+    ] = 141.0,
+    weights: Annotated[float, typer.Option(min=0, help="GB taken by weights and the rest.")] = 0.0,
+    context: Annotated[
+        int, typer.Option(min=0, help="Tokens of KV cache a request holds, where known.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Plan decoding: bytes of recurrent state a token, time a step, memory, the largest batch.
+
+    Times are the least that the bytes take at the given bandwidths (the defaults are those measured
+    on one H200); recurrent layers only.
+
+    **Published shapes**: Nemotron-3-Nano-4B, Nemotron-3-Super-120B, Nemotron-Nano-9B-v2, Qwen3.5-4B,
+    Qwen3.5-122B-A10B, Qwen3.8-Flash-Next, GLM-5.3-Flash, Kimi-Linear-48B.
+
+    **Examples**
+
+    ```text
+    lazystate plan Nemotron-3-Super-120B --batch 256 --weights 80
+    lazystate plan Qwen3.5-4B --tokens 4 --acceptance 3.2
+    lazystate plan ./my-model/config.json --method replay --window 16 --json
+    ```
+    """
+    from lazystate import planner
+    from lazystate.presets import shape_from_config
+
+    with usage_errors():
+        kept = float(tokens) if acceptance is None else acceptance
+        shape = shape_from_config(model) if Path(model).exists() else _preset(model)
+        wanted = _methods(method, tokens)
+        plans = [
+            planner.plan(
+                shape,
+                each,
+                batch=batch,
+                read_gbs=bandwidth,
+                copy_gbs=copy_bandwidth,
+                window=window if each == "replay" else None,
+                tokens=tokens if each != "plain" else 1,
+                kept=kept if each != "plain" else 1.0,
+                free_bytes=round(gpu_memory * 2**30 - weights * 1e9),
+                context=context,
+            )
+            for each in wanted
+        ]
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in plans], indent=1))
+        return
+    console = Console(highlight=False)
+    console.print(_table(f"{shape.name}, batch {batch}", plans))
+    console.print(f"[dim]Shape: {shape.source}.[/dim]")
+
+
+def _preset(name: str):
+    from lazystate.presets import preset
+
+    try:
+        return preset(name)
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]}; or give a config.json or a model folder") from error
+
+
+def _methods(method: str, tokens: int) -> Sequence:
+    """ "all" is what can verify T tokens: conventional decoding has no use for drafts."""
+    if method != "all":
+        return [method]
+    return ["plain", "replay"] if tokens == 1 else ["plain", "snapshot", "replay"]
+
+
+def _table(title: str, plans: Sequence) -> Table:
+    table = Table(title=title)
+    for name in (
+        "method",
+        "window",
+        "T",
+        "state bytes/token",
+        "step, us",
+        "MiB/request",
+        "max batch",
+    ):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for each in plans:
+        table.add_row(
+            each.method,
+            "-" if each.window is None else str(each.window),
+            str(each.tokens),
+            f"{each.state_bytes_per_token:,.0f}",
+            f"{each.step_us:,.0f}",
+            f"{each.request_bytes / 2**20:,.1f}",
+            "-" if each.max_batch is None else f"{each.max_batch:,}",
+        )
+    return table

@@ -1,0 +1,275 @@
+"""Shapes of published hybrid models, and the shape that a transformers config describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lazystate.spec import LayerSpec
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The recurrent side of a model, and what of its attention a planner needs.
+
+    Attributes:
+        name: the model. layer: one recurrent layer (all are alike).
+        recurrent_layers, attention_layers: how many; None where not stated anywhere we read.
+        kv_bytes: bytes of KV cache that one attention layer keeps for a token, or None if unknown.
+        source: where each number is from.
+    """
+
+    name: str
+    layer: LayerSpec
+    recurrent_layers: int
+    attention_layers: int | None
+    kv_bytes: int | None
+    source: str
+
+
+def _mamba2(heads: int, groups: int, state: int, head_dim: int, conv: int = 4) -> LayerSpec:
+    channels = heads * head_dim + 2 * groups * state
+    return LayerSpec(
+        heads, groups, state, head_dim, "scalar", False, conv_channels=channels, conv_width=conv
+    )
+
+
+def _gdn(heads: int, key_heads: int, key_dim: int, value_dim: int, conv: int = 4) -> LayerSpec:
+    channels = heads * value_dim + 2 * key_heads * key_dim
+    return LayerSpec(
+        heads,
+        key_heads,
+        key_dim,
+        value_dim,
+        "scalar",
+        True,
+        conv_channels=channels,
+        conv_width=conv,
+    )
+
+
+def _kda(heads: int, head_dim: int, conv: int = 4) -> LayerSpec:
+    return LayerSpec(
+        heads,
+        heads,
+        head_dim,
+        head_dim,
+        "channel",
+        True,
+        conv_channels=3 * heads * head_dim,
+        conv_width=conv,
+    )
+
+
+_REPLAY = "ReplaySSM (arXiv 2610.13778) Table 5"
+_SKETCH = "SketchSSM (arXiv 2609.33051)"
+_WIDTH = "convolution width 4 as in the model family's transformers configuration"
+
+PRESETS: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        ModelShape(
+            "Nemotron-3-Nano-4B",
+            _mamba2(96, 8, 128, 80),
+            21,
+            4,
+            None,
+            f"{_REPLAY}; {_WIDTH}; KV heads not stated there",
+        ),
+        ModelShape(
+            "Nemotron-3-Super-120B",
+            _mamba2(128, 8, 128, 64),
+            40,
+            8,
+            512,
+            f"{_REPLAY}; FP8 KV cache of 2 heads of 128, App. C.2; {_WIDTH}",
+        ),
+        ModelShape(
+            "Nemotron-Nano-9B-v2",
+            _mamba2(128, 8, 128, 80),
+            27,
+            None,
+            None,
+            f"{_SKETCH} Fig. 8: 3,456 heads; 27 layers of 128 heads and the head sizes from the "
+            f"model family (nemotron_h); {_WIDTH}; attention not stated there",
+        ),
+        ModelShape(
+            "Qwen3.5-4B",
+            _gdn(32, 16, 128, 128),
+            24,
+            8,
+            None,
+            f"{_REPLAY}; {_WIDTH}; KV heads not stated there",
+        ),
+        ModelShape(
+            "Qwen3.5-122B-A10B",
+            _gdn(64, 16, 128, 128),
+            36,
+            12,
+            None,
+            f"{_REPLAY}; {_WIDTH}; KV heads not stated there",
+        ),
+        ModelShape(
+            "Qwen3.8-Flash-Next",
+            _gdn(48, 16, 128, 128),
+            36,
+            None,
+            None,
+            f"{_SKETCH} App. D: 36 recurrent layers, Fig. 8: 1,728 heads, so 48 a layer, K = V = "
+            "128; its number of key heads is not stated: 16, as in Qwen3.5, is an assumption; "
+            f"{_WIDTH}",
+        ),
+        ModelShape(
+            "GLM-5.3-Flash",
+            _kda(64, 128),
+            34,
+            11,
+            None,
+            f"{_SKETCH} App. D and Fig. 8: 34 layers, 2,176 heads; transformers Glm5NextConfig: "
+            "45 layers, 64 heads of 128, width 4, bounded gate of -5",
+        ),
+        ModelShape(
+            "Kimi-Linear-48B",
+            _kda(32, 128),
+            20,
+            7,
+            None,
+            "transformers KimiLinearConfig: 27 layers, 32 heads of 128, width 4; 20 KDA and 7 MLA "
+            "layers by its schedule (Kimi Linear, arXiv 2510.26692: three to one)",
+        ),
+    )
+}
+
+
+def preset(name: str) -> ModelShape:
+    """The preset of a name, in any case.
+
+    Raises:
+        KeyError: with the names that exist, closest first.
+    """
+    by_lower = {known.lower(): shape for known, shape in PRESETS.items()}
+    if name.lower() in by_lower:
+        return by_lower[name.lower()]
+    close = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    hint = f" (did you mean {by_lower[close[0]].name}?)" if close else ""
+    raise KeyError(f"no preset {name!r}{hint}; there are {', '.join(PRESETS)}")
+
+
+def shape_from_config(config: str | Path | Mapping[str, Any]) -> ModelShape:
+    """The shape of a transformers model from its config.json.
+
+    Args:
+        config: the file, the model folder, or the parsed file.
+
+    Raises:
+        ValueError: for a model type without a supported recurrent layer, listing those that are.
+        FileNotFoundError: if there is no such file.
+    """
+    if isinstance(config, Mapping):
+        given: Mapping[str, Any] = config
+        source = "configuration"
+    else:
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        given = json.loads(path.read_text())
+        source = path.name
+    text = given.get("text_config", given)
+    kind = text.get("model_type", given.get("model_type"))
+    if kind not in _READERS:
+        raise ValueError(
+            f"model_type {kind!r} has no recurrent layer known here; supported are "
+            f"{', '.join(sorted(_READERS))}"
+        )
+    layer, recurrent, attention = _READERS[kind](text)
+    name = given.get("_name_or_path") or kind
+    return ModelShape(name, layer, recurrent, attention, _kv_bytes(text), source)
+
+
+def _kv_bytes(config: Mapping[str, Any]) -> int | None:
+    """K and V of one token in BF16, where heads are stated and not compressed (MLA)."""
+    heads, queries = config.get("num_key_value_heads"), config.get("num_attention_heads")
+    if not heads or not queries or config.get("kv_lora_rank"):
+        return None
+    size = config.get("head_dim") or config["hidden_size"] // queries
+    return 2 * 2 * heads * size
+
+
+def _counted(types: list[str], recurrent: str) -> tuple[int, int]:
+    both = types.count("hybrid")
+    attention = sum("attention" in kind and kind != recurrent for kind in types)
+    return types.count(recurrent) + both, attention + both
+
+
+def _read_mamba2(config: Mapping[str, Any]) -> tuple[LayerSpec, int, int]:
+    """mamba2, bamba, falcon_h1, granitemoehybrid, nemotron_h and zamba2 name the same things."""
+
+    def first(*names: str, default: int) -> int:
+        return next((config[name] for name in names if config.get(name) is not None), default)
+
+    heads = first("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads", default=0)
+    head_dim = first("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim", default=64)
+    if not isinstance(head_dim, int):
+        expand = first("mamba_expand", "expand", default=2)
+        head_dim = int(expand * config["hidden_size"]) // heads
+    state = first("ssm_state_size", "mamba_d_state", "state_size", default=128)
+    groups = first("n_groups", "mamba_n_groups", "mamba_ngroups", default=1)
+    conv = first("mamba_d_conv", "conv_kernel", default=4)
+    layer = _mamba2(heads, groups, state, head_dim, conv)
+    return (layer, *_mamba2_layers(config))
+
+
+def _mamba2_layers(config: Mapping[str, Any]) -> tuple[int, int]:
+    layers = config["num_hidden_layers"]
+    if pattern := config.get("hybrid_override_pattern"):
+        return pattern.count("M"), pattern.count("*")
+    if types := config.get("layers_block_type") or config.get("layer_types"):
+        recurrent = next(
+            (name for name in ("mamba2", "mamba", "linear_attention") if name in types), "mamba"
+        )
+        return _counted(list(types), recurrent)
+    if "attn_layer_indices" in config:
+        attention = len(config["attn_layer_indices"] or [])
+        return layers - attention, attention
+    return layers, layers if config["model_type"] == "falcon_h1" else 0
+
+
+def _read_gdn(config: Mapping[str, Any]) -> tuple[LayerSpec, int, int]:
+    layer = _gdn(
+        config["linear_num_value_heads"],
+        config["linear_num_key_heads"],
+        config["linear_key_head_dim"],
+        config["linear_value_head_dim"],
+        config.get("linear_conv_kernel_dim", 4),
+    )
+    layers = config["num_hidden_layers"]
+    if types := config.get("layer_types"):
+        return (layer, *_counted(list(types), "linear_attention"))
+    attention = layers // config.get("full_attention_interval", 4)
+    return layer, layers - attention, attention
+
+
+def _read_kda(config: Mapping[str, Any]) -> tuple[LayerSpec, int, int]:
+    linear = config.get("linear_attn_config") or {}
+    heads = linear.get("num_heads", config.get("linear_num_heads", 32))
+    size = linear.get("head_dim", config.get("linear_head_dim", 128))
+    width = linear.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4))
+    layer = _kda(heads, size, width)
+    if "kda_layers" in linear:
+        return layer, len(linear["kda_layers"]), len(linear["full_attn_layers"])
+    return (layer, *_counted(list(config["layer_types"]), "linear_attention"))
+
+
+_READERS = {
+    **dict.fromkeys(
+        ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"), _read_mamba2
+    ),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"),
+        _read_gdn,
+    ),
+    **dict.fromkeys(("kimi_linear", "glm5_next", "glm5_next_text"), _read_kda),
+}
