@@ -281,7 +281,7 @@ def plan(
 
 
 def step_us(read: float, written: float, read_gbs: float, copy_gbs: float) -> float:
-    """Microseconds to move the bytes: pairs of read and write at copy speed, other reads at read."""
+    """Microseconds to move the bytes: a read with its write at copy speed, the rest at read."""
     paired = min(read, written)
     return (max(read - paired, 0) / read_gbs + (paired + written) / copy_gbs) / 1e3
 

@@ -223,14 +223,12 @@ def _read_mamba2(config: Mapping[str, Any]) -> tuple[LayerSpec, int, int]:
 
 
 def _mamba2_layers(config: Mapping[str, Any]) -> tuple[int, int]:
-    layers = config["num_hidden_layers"]
     if pattern := config.get("hybrid_override_pattern"):
         return pattern.count("M"), pattern.count("*")
     if types := config.get("layers_block_type") or config.get("layer_types"):
-        recurrent = next(
-            (name for name in ("mamba2", "mamba", "linear_attention") if name in types), "mamba"
-        )
-        return _counted(list(types), recurrent)
+        names = ("mamba2", "mamba", "linear_attention")
+        return _counted(list(types), next((name for name in names if name in types), "mamba"))
+    layers = config["num_hidden_layers"]
     if "attn_layer_indices" in config:
         attention = len(config["attn_layer_indices"] or [])
         return layers - attention, attention

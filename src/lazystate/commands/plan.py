@@ -27,7 +27,7 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="T, tokens of a step: 1 + drafts.")] = 1,
     acceptance: Annotated[
         float | None,
-        typer.Option(help="Mean tokens of a step that are kept, 1 to T.  [default: T]"),
+        typer.Option(help="Mean tokens a step that are kept, 1 to T.  [default: T]"),
     ] = None,
     window: Annotated[
         int | None, typer.Option(min=1, help="Of replay.  [default: the best]")
@@ -52,8 +52,8 @@ def plan(
     Times are the least that the bytes take at the given bandwidths (the defaults are those measured
     on one H200); recurrent layers only.
 
-    **Published shapes**: Nemotron-3-Nano-4B, Nemotron-3-Super-120B, Nemotron-Nano-9B-v2, Qwen3.5-4B,
-    Qwen3.5-122B-A10B, Qwen3.8-Flash-Next, GLM-5.3-Flash, Kimi-Linear-48B.
+    **Published shapes**: Nemotron-3-Nano-4B, Nemotron-3-Super-120B, Nemotron-Nano-9B-v2,
+    Qwen3.5-4B, Qwen3.5-122B-A10B, Qwen3.8-Flash-Next, GLM-5.3-Flash, Kimi-Linear-48B.
 
     **Examples**
 

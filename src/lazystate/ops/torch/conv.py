@@ -21,7 +21,7 @@ def convolve(
         [A, T, C], dtype of x. Products and sum are in compute dtype and do not depend on T.
     """
     assert pool.conv is not None
-    past, tokens = pool.spec.conv_width - 1, x.shape[1]
+    past = pool.spec.conv_width - 1
     positions = rows.conv_positions(past, pool.conv.shape[1])
     ring = pool.conv.flatten(0, 1)
     ring.index_copy_(0, positions[:, past:].flatten(), x.flatten(0, 1))

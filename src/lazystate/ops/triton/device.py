@@ -1,8 +1,8 @@
-"""Device functions that the kernels share: rows of K elements, the recurrence, the read of history.
+"""Device functions that the kernels share: rows of K elements, recurrence, the read of history.
 
-Anything with a K axis is a tuple of KC pieces [n, KI], KI = 16 elements wide. A state tile then puts
-4 lanes along K and 8 along V: a sum over K is additions in registers and two shuffles, where one
-[n, K] tensor would take five shuffles for every row. K need not be a power of two.
+Anything with a K axis is a tuple of KC pieces [n, KI], KI = 16 elements wide. A state tile then
+puts 4 lanes along K and 8 along V: a sum over K is additions in registers and two shuffles, where
+one [n, K] tensor would take five shuffles for every row. K need not be a power of two.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def decayed(a, log_decay, KC: tl.constexpr):
 def advance(
     state, k, v, log_decay, beta, KC: tl.constexpr, ERASE: tl.constexpr, CHANNEL: tl.constexpr
 ):
-    """One token of the recurrence (Eq. 1, 2) on a state tile [BV, K]; log_decay scalar or [1, K]."""
+    """One token of the recurrence (Eq. 1, 2) on a tile [BV, K]; log_decay scalar or [1, K]."""
     moved = ()
     for c in tl.static_range(KC):
         moved = moved + (state[c] * tl.exp(log_decay[c] if CHANNEL else log_decay),)
