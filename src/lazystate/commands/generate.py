@@ -1,0 +1,92 @@
+"""`lazystate generate`: text from a model, streamed, and what it cost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from lazystate.commands.options import Device, DraftTokens, Window, usage_errors
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="Shipped model (gdn, kda, mamba2), or a folder of transformers.")
+    ],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text file to continue."),
+    ] = None,
+    method: Annotated[
+        Literal["plain", "replay"],
+        typer.Option(help="plain: stock transformers. replay: lazystate's engine."),
+    ] = "replay",
+    window: Window = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
+    draft: Annotated[
+        Literal["none", "prompt-lookup"],
+        typer.Option(help="prompt-lookup: propose what followed the last words before."),
+    ] = "none",
+    draft_tokens: DraftTokens = 4,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Number format of the model.")
+    ] = "float32",
+    device: Device = "cpu",
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Of sampling; 0 takes the most probable token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+) -> None:
+    """Continue a text with a hybrid model, and say what it cost.
+
+    The text comes from --prompt, --file or standard input. It is written to standard output as it
+    is made; a last line on standard error has tokens a second, bytes of recurrent state moved for
+    a token, and tokens kept a step.
+
+    **Examples**
+
+    ```text
+    lazystate generate gdn --prompt "It was a dark night, and"
+    lazystate generate mamba2 --file chapter.txt --draft prompt-lookup
+    cat chapter.txt | lazystate generate kda --method plain
+    lazystate generate ./my-model --prompt "Once" --temperature 0.8 --seed 3 --dtype bfloat16
+    ```
+    """
+    from lazystate.commands import decoding
+    from lazystate.commands.recorder import Recorder
+
+    with usage_errors():
+        how = decoding.Method(
+            window if method == "replay" else None, draft_tokens if draft != "none" else 0
+        )
+        text = _prompt(prompt, file)
+        loaded = decoding.load(model, dtype, device)
+        ids = loaded.encode(text)
+        if not ids.numel():
+            raise ValueError("prompt must have at least one token, got an empty text")
+        recorder = Recorder(printer=loaded.printer())
+        sys.stdout.write(text)
+        decoding.decode(loaded, ids, how, tokens, recorder, temperature=temperature, seed=seed)
+    state = loaded.predicted_bytes(how, recorder.given_per_step, recorder.tokens_per_step)
+    Console(stderr=True, highlight=False).print(
+        f"[dim]{recorder.tokens} tokens, {recorder.tokens_per_second:.0f} tokens/s, "
+        f"{state:,.0f} bytes of state a token (planner), "
+        f"{recorder.tokens_per_step:.2f} tokens a step[/dim]"
+    )
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    """The text to continue, from exactly one place."""
+    if prompt is not None and file is not None:
+        raise ValueError("give --prompt or --file, not both")
+    if prompt is not None:
+        return prompt
+    if file is not None:
+        return file.read_text("utf8")
+    if sys.stdin.isatty():
+        raise ValueError("no text to continue: give --prompt TEXT or --file PATH, or pipe a text")
+    return sys.stdin.read()

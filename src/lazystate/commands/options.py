@@ -1,0 +1,30 @@
+"""Options that several commands have, with one help text each, and errors told as usage errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal
+
+import typer
+
+Window = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Tokens whose records are kept before they are folded into the state."
+    ),
+]
+DraftTokens = Annotated[
+    int, typer.Option(min=1, help="Most tokens a draft proposes for one step; below the window.")
+]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON list, and no table.")]
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Tell a wrong argument found by the package as a usage error (exit code 2, no traceback)."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

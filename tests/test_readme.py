@@ -1,0 +1,38 @@
+"""The README keeps its word: its code runs, and its table is made of the recorded numbers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_is_short() -> None:
+    """A page, not a manual."""
+    assert README.count("\n") < 200
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_blocks_run(code: str) -> None:
+    """Every Python example runs as printed."""
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_links_exist() -> None:
+    """Every relative link leads to a file."""
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_table_is_generated() -> None:
+    """The table is what benchmarks/readme.py makes of the recorded numbers."""
+    command = [sys.executable, ROOT / "benchmarks" / "readme.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
