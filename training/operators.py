@@ -1,0 +1,75 @@
+"""Which operators the stock classes run, in training and in the measurements.
+
+The saved weights do not depend on this choice: `recurrence.py` computes the same as the stock
+classes, only faster. `use_reference` runs the stock PyTorch operators themselves.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.nemotron_h import modeling_nemotron_h
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+import recurrence
+
+MODULES: tuple[ModuleType, ...] = (modeling_kimi_linear, modeling_nemotron_h, modeling_qwen3_next)
+PARTS = ("ForgetGate", "MLP", "RMSNorm", "RMSNormGated")  # ends of class names
+Tensor = torch.Tensor
+
+
+def use_reference() -> None:
+    """Undo the classes' own choice of fused operators: they do not run without a GPU."""
+    for module in MODULES:
+        for name, value in list(vars(module).items()):
+            original = getattr(value, "__wrapped__", None)
+            is_own = getattr(original, "__module__", "") == module.__name__
+            if is_own and not isinstance(value, type):
+                setattr(module, name, original)
+
+
+def shifted_conv(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: object
+) -> Tensor:
+    """Depthwise causal convolution as a sum of shifted products; the activation is SiLU."""
+    if activation != "silu":
+        raise ValueError(f"activation {activation!r} is not supported")
+    width, length = weight.shape[-1], hidden_states.shape[-1]
+    padded = F.pad(hidden_states, (width - 1, 0))
+    out = padded[..., :length] * weight[:, :1]
+    for tap in range(1, width):
+        out = out + padded[..., tap : tap + length] * weight[:, tap : tap + 1]
+    if bias is not None:
+        out = out + bias[:, None]
+    return F.silu(out).to(hidden_states.dtype)
+
+
+def use_chunked(compiled: bool) -> None:
+    """Run the recurrences in the chunked form; optionally compile them and the small parts."""
+    use_reference()
+    stock_scan = modeling_nemotron_h.mamba2_chunk_scan
+
+    def compile_(function: object) -> object:
+        return torch.compile(function, dynamic=False) if compiled else function
+
+    inner_scan, conv = compile_(stock_scan), compile_(shifted_conv)
+
+    def scan(hidden_states: Tensor, *args: object, **options: object) -> Tensor:
+        """The stock Mamba-2 scan, kept out of autocast."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return inner_scan(hidden_states, *args, **options).to(hidden_states.dtype)
+
+    recurrence.PIECES["prepare"] = compile_(recurrence.prepare)
+    recurrence.PIECES["finish"] = compile_(recurrence.finish)
+    modeling_nemotron_h.mamba2_chunk_scan = scan
+    modeling_qwen3_next.torch_chunk_gated_delta_rule = recurrence.delta_rule
+    modeling_kimi_linear.chunk_kimi_delta_attention = recurrence.delta_rule
+    for module in MODULES:
+        module.causal_conv1d_fn = conv
+        for name, value in list(vars(module).items()):
+            own = getattr(value, "__module__", "") == module.__name__
+            if compiled and own and isinstance(value, type) and name.endswith(PARTS):
+                value.forward = torch.compile(value.forward, dynamic=False)
