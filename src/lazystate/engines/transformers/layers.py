@@ -52,11 +52,6 @@ class ReplayLayer(LinearAttentionLayer):
         part = getattr(self.attention, "is_croppable", True)
         return part.__get__(self) if isinstance(part, property) else part
 
-    @property
-    def is_compileable(self) -> bool:
-        """False: what a step does depends on the host."""
-        return False
-
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove tokens, see `Replay.crop`."""
         if self.index == 0:

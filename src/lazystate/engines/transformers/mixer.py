@@ -74,6 +74,7 @@ class Mixer:
     stock: Callable[..., Tensor]
     patch: Patch
 
+    @torch.compiler.disable
     def forward(
         self,
         hidden_states: Tensor,
@@ -84,7 +85,8 @@ class Mixer:
     ) -> Tensor:
         """The module's forward while it is patched; `cache_params` is an older name of `cache`.
 
-        Without a cache, and where gradients are wanted, the stock forward runs.
+        Without a cache, and where gradients are wanted, the stock forward runs. A compiled model
+        leaves its graph here: what a step does is decided on the host.
 
         Raises:
             StepError: for gradients through a cache that was filled without them.

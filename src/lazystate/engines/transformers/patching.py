@@ -55,7 +55,7 @@ def patch(
         done.mixers.append(Mixer(module, adapter, len(done.mixers), module.forward, done))
     checks.sizes(done.specs(torch.float32), 1, window, max_tokens, checkpoint, fold)
     for mixer in done.mixers:
-        mixer.module.forward = mixer.forward
+        mixer.module.forward = mixer.forward  # pyright: ignore (a decorated method)
     for module in model.modules():
         if getattr(module, "_is_stateful", False):
             module._is_stateful = False  # pyright: ignore

@@ -205,6 +205,7 @@ class Replay:
     def _forget(self) -> None:
         self._base, self._journal = None, []
 
+    @torch.no_grad()
     def _run_again(self, state: StateCache, tokens: int) -> None:
         """Run the first tokens of the journal once more, in steps of at most max_tokens."""
         patch = self._patch()
