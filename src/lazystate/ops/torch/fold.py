@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lazystate.ops.pool import Pool
@@ -69,5 +68,4 @@ def _corrections(
         known = product(state, keys * decay.permute(0, 2, 3, 1))
     else:
         known = product(state, keys) * decay.transpose(1, 2).unsqueeze(2)
-    earlier = within(k, torch.cat([k, k], 1), log_decay, group)[..., k.shape[1] :]
-    return solve(v - known, earlier, beta)
+    return solve(v - known, within(k, k, log_decay, group), beta)

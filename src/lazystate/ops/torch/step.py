@@ -135,7 +135,8 @@ def solve(residual: Tensor, scores: Tensor, beta: Tensor) -> Tensor:
     """Corrections of T tokens from one unit upper triangular solve, U (I + A B) = R B (Eq. 12).
 
     Args:
-        residual: R [B, HV, V, T]. scores: A [B, HV, T, T], strictly upper. beta: [B, T, HV].
+        residual: R [B, HV, V, T]. scores: A [B, HV, T, T], read above its diagonal only.
+        beta: [B, T, HV].
     """
     strength = beta.transpose(1, 2).unsqueeze(2)
     right = residual * strength
