@@ -36,7 +36,7 @@ def decoded(spec: LayerSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     outs = []
     for t in range(inputs.q.shape[1]):
         parts = [None if x is None else x[:, t : t + 1] for x in inputs[:5]]
-        outs.append(samples.advance(cache, samples.slots(0), Inputs(*parts, inputs.skip)))  # type: ignore[arg-type]
+        outs.append(samples.advance(cache, samples.slots(0), Inputs(*parts, inputs.skip)))
     return torch.cat(outs, 1), cache.materialize(samples.slots(0))[0][0]
 
 
@@ -47,7 +47,7 @@ def agree(spec: LayerSpec, inputs: Inputs, out: Tensor, state: Tensor) -> None:
     assert tolerance.error(mine, out) <= bound and tolerance.error(last, state) <= bound
     parts = [None if x is None else x[0] for x in inputs[:5]]
     zero = torch.zeros(spec.state_shape)
-    exact, states = recurrence.recur(zero, *parts, erase=spec.erase, skip=inputs.skip)  # type: ignore[arg-type]
+    exact, states = recurrence.recur(zero, *parts, erase=spec.erase, skip=inputs.skip)
     assert tolerance.error(out[0], exact) <= bound and tolerance.error(state, states[-1]) <= bound
 
 

@@ -22,14 +22,14 @@ def reference(spec: LayerSpec, state: Tensor, inputs: Inputs) -> tuple[Tensor, T
     for row in range(inputs.q.shape[0]):
         own = samples.rows_of(inputs, samples.slots(row))
         parts = [None if x is None else x[0] for x in own[:5]]
-        rows.append(recurrence.recur(state[row], *parts, erase=spec.erase))  # type: ignore[arg-type]
+        rows.append(recurrence.recur(state[row], *parts, erase=spec.erase))
     return torch.stack([out for out, _ in rows]), torch.stack([states[-1] for _, states in rows])
 
 
 def joined(steps: list[Inputs]) -> Inputs:
     """Steps of the same rows, one after the other."""
     columns = zip(*[step[:5] for step in steps], strict=True)
-    return Inputs(*[None if c[0] is None else torch.cat(c, 1) for c in columns])  # type: ignore[arg-type]
+    return Inputs(*[None if c[0] is None else torch.cat(c, 1) for c in columns])
 
 
 def started(spec: LayerSpec, rows: int, **options) -> tuple[StateCache, Tensor]:
@@ -214,7 +214,7 @@ def test_strided_inputs_are_read_as_they_lie(kind: str) -> None:
         inputs = samples.draw(spec, 2, 1)
         wide = [None if x is None else x.repeat_interleave(2, -1)[..., ::2] for x in inputs[:5]]
         out = samples.advance(plain, torch.arange(2), inputs)
-        assert torch.equal(samples.advance(strided, torch.arange(2), Inputs(*wide)), out)  # type: ignore[arg-type]
+        assert torch.equal(samples.advance(strided, torch.arange(2), Inputs(*wide)), out)
 
 
 @pytest.mark.parametrize("per_value", [False, True])
