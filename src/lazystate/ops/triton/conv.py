@@ -37,9 +37,9 @@ def conv_kernel(
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < channels
-    slot = tl.load(meta + row * 6)
-    seen = tl.load(meta + row * 6 + 2, mask=slot >= 0, other=0)
-    length = tl.load(meta + row * 6 + 3, mask=slot >= 0, other=0)
+    slot = tl.load(meta + row * 8)
+    seen = tl.load(meta + row * 8 + 2, mask=slot >= 0, other=0)
+    length = tl.load(meta + row * 8 + 3, mask=slot >= 0, other=0)
     at_x = x + row * x_row + c * x_channel
     at_ring = ring + slot * ring_slot + c
     for s in range(T):

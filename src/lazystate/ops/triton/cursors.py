@@ -21,8 +21,9 @@ class Rows:
     """One model step on the device.
 
     Attributes:
-        meta: int64 [B, 6], a row's slot (-1 if padded), committed records h, tokens seen, length,
-            1 if it folds, 1 if its checkpoint is zero and is not read.
+        meta: int64 [B, 8], a row's slot (-1 if padded), committed records h, tokens seen, length,
+            1 if it folds, 1 if its checkpoint is zero and is not read, ring position of the next
+            record (so that the kernels need no remainder), and a pad to one cache line.
         folds: int32 [1 + B], how many rows fold, then which batch rows.
         tokens: T.
     """
@@ -43,6 +44,7 @@ def begin_kernel(
     meta,
     folds,
     batch,
+    records,
     T: tl.constexpr,
     RAGGED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -60,13 +62,14 @@ def begin_kernel(
     seen = held + tl.load(origin + slot, mask=active, other=0)
     due = active & (held + length > tl.load(limit + slot, mask=active, other=0))
     zero = tl.load(empty + slot, mask=active, other=0)
-    at = meta + row * 6
+    at = meta + row * 8
     tl.store(at, tl.where(active, slot, -1), mask=inside)
     tl.store(at + 1, held, mask=inside)
     tl.store(at + 2, seen, mask=inside)
     tl.store(at + 3, length, mask=inside)
     tl.store(at + 4, due.to(tl.int64), mask=inside)
     tl.store(at + 5, zero.to(tl.int64), mask=inside)
+    tl.store(at + 6, seen % records, mask=inside)
     rank = tl.cumsum(due.to(tl.int32), 0)
     tl.store(folds + rank, row, mask=due)
     tl.store(folds, tl.sum(due.to(tl.int32), 0))
@@ -87,7 +90,7 @@ def commit_kernel(
 ):
     """Advance the cursors by the kept tokens; folded records leave the ring."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = meta + row * 6
+    at = meta + row * 8
     slot = tl.load(at, mask=row < batch, other=-1)
     active = slot >= 0
     held = tl.load(at + 1, mask=active, other=0)
@@ -106,9 +109,9 @@ def commit_kernel(
 def begin(
     cursors: Cursors, slots: Tensor, lengths: Tensor | None, tokens: int, window: int, records: int
 ) -> Rows:
-    """See `Backend.begin`; the kernels work out ring positions themselves."""
+    """See `Backend.begin`."""
     batch = slots.numel()
-    meta = torch.empty(batch, 6, dtype=torch.int64, device=slots.device)
+    meta = torch.empty(batch, 8, dtype=torch.int64, device=slots.device)
     folds = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
     begin_kernel[(1,)](
         slots,
@@ -117,6 +120,7 @@ def begin(
         meta,
         folds,
         batch,
+        records,
         T=tokens,
         RAGGED=lengths is not None,
         BLOCK=triton.next_power_of_2(batch),
@@ -143,7 +147,7 @@ def commit(cursors: Cursors, rows: Rows, kept: Tensor | None, window: int) -> No
 def census(rows: Rows) -> Census:
     """See `Backend.census`."""
     meta = rows.meta.cpu()
-    _, held, _, length, due, empty = meta[meta[:, 0] >= 0].unbind(1)
+    _, held, _, length, due, empty, *_ = meta[meta[:, 0] >= 0].unbind(1)
     return Census(
         views=int(((due == 0) & (empty == 0)).sum()),
         checkpoints=int(((due != 0) & (empty == 0)).sum()),

@@ -18,14 +18,19 @@ def load_f32(pointer, mask):
 
 
 @triton.jit
+def wrapped(position, R: tl.constexpr):
+    """A position in -R..R-1 as one in 0..R-1."""
+    return tl.where(position < 0, position + R, position)
+
+
+@triton.jit
 def load_rows(base, at, there, K: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr):
     """n rows of K elements in FP32 from base + at [n]; zeros where not there [n]."""
     rows = ()
     for c in tl.static_range(KC):
         i = c * KI + tl.arange(0, KI)
-        rows = rows + (
-            load_f32(base + at[:, None] + i[None, :], there[:, None] & (i < K)[None, :]),
-        )
+        mask = there[:, None] if K % KI == 0 else there[:, None] & (i < K)[None, :]
+        rows = rows + (load_f32(base + at[:, None] + i[None, :], mask),)
     return rows
 
 
@@ -35,7 +40,7 @@ def load_row(base, there, K: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr):
     row = ()
     for c in tl.static_range(KC):
         i = c * KI + tl.arange(0, KI)
-        row = row + (load_f32(base + i, there & (i < K))[None, :],)
+        row = row + (load_f32(base + i, there if K % KI == 0 else there & (i < K))[None, :],)
     return row
 
 
@@ -116,8 +121,21 @@ def advance(
 
 
 @triton.jit
+def scores_of(keys, x, KC: tl.constexpr, CHANNEL: tl.constexpr, RING: tl.constexpr):
+    """Inner products of the committed keys with x [1, K] -> [LP]; with CHANNEL `history` does it.
+
+    They are the same for all value heads that share the key head, and taken once for them.
+    """
+    scores = 0.0
+    if RING and not CHANNEL:
+        scores = dot_k(keys, x, KC)
+    return scores
+
+
+@triton.jit
 def history(
     x,
+    scores,
     state,
     keys,
     values,
@@ -131,8 +149,9 @@ def history(
     """What the state before the step returns for x, decayed to x's token (Eq. 10) -> [BV].
 
     Args:
-        x: [1, K]. state: [BV, K]. values: [LP, BV], writes of the committed records.
-        keys: [LP, K], with CHANNEL already decayed. after: [LP] their weights otherwise.
+        x: [1, K]. scores: of x, see `scores_of`. state: [BV, K].
+        keys: [LP, K], decayed, used with CHANNEL only. after: [LP], their weights otherwise.
+        values: [LP, BV], writes of the committed records.
         total, prefix: log-decay since the checkpoint and since the step's start, scalar or [1, K].
         RING: False where the records were folded into the tile.
     """
@@ -144,5 +163,5 @@ def history(
     else:
         out = dot_k(state, x, KC) * tl.exp(total + prefix)
         if RING:
-            out += tl.sum(values * (dot_k(keys, x, KC) * after * tl.exp(prefix))[:, None], 0)
+            out += tl.sum(values * (scores * after * tl.exp(prefix))[:, None], 0)
     return out

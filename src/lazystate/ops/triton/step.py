@@ -20,8 +20,10 @@ from lazystate.ops.triton.device import (
     load_f32,
     load_row,
     load_rows,
+    scores_of,
     store_row,
     store_rows,
+    wrapped,
     zeros,
 )
 
@@ -85,7 +87,7 @@ def step_kernel(
 ):
     """One model step of one layer; WHICH rows: 0 those that do not fold, 1 those that do, 2 all.
 
-    meta: int64 [B, 6] rows (slot, committed h, tokens seen, length, folds, empty). folds: int32
+    meta: int64 [B, 8] rows, see `Rows`. folds: int32
     [1 + B], the number of folding rows and their batch rows. The other pointers are the arguments
     of `Backend.step` and the ring's tensors; strides in elements, all behind a head dense.
     """
@@ -103,17 +105,17 @@ def step_kernel(
             return
         row = tl.load(folds + 1 + row)
     row = row.to(tl.int64)
-    slot = tl.load(meta + row * 6)
-    held = tl.load(meta + row * 6 + 1)
-    seen = tl.load(meta + row * 6 + 2)
-    length = tl.load(meta + row * 6 + 3)
-    due = tl.load(meta + row * 6 + 4) != 0
-    stored = tl.load(meta + row * 6 + 5) == 0
+    slot = tl.load(meta + row * 8)
+    held = tl.load(meta + row * 8 + 1).to(tl.int32)
+    length = tl.load(meta + row * 8 + 3).to(tl.int32)
+    due = tl.load(meta + row * 8 + 4) != 0
+    stored = tl.load(meta + row * 8 + 5) == 0
+    start = tl.load(meta + row * 8 + 6).to(tl.int32)
     if WHICH == 0 and due:
         return
     head0 = key_head * GROUP + chunk * HEADS
     channel = tile * BV + tl.arange(0, BV)
-    in_v = channel < V
+    in_v = tl.full([BV], 1, tl.int1) if V % BV == 0 else channel < V
     if (slot < 0) | (length == 0):
         for i in tl.static_range(HEADS):
             for s in range(T):
@@ -125,11 +127,19 @@ def step_kernel(
     recent = tl.arange(0, LP)
     used = tl.where(due, 0, held) if WHICH == 2 else held
     there = recent < used
-    place = (seen - 1 - recent + R) % R
+    place = wrapped(start - 1 - recent, R)
     ring_k += slot * ring_k_slot + key_head * K
     keys = ()
     if WHICH != 1:
         keys = load_rows(ring_k, place * (H * K), there, K, KC, KI)
+
+    query_in = q + row * q_row + key_head * q_head
+    key_in = k + row * k_row + key_head * k_head
+    if T == 1:
+        qs = load_row(query_in, True, K, KC, KI)
+        ks = load_row(key_in, True, K, KC, KI)
+        q_scores = scores_of(keys, qs, KC, CHANNEL, WHICH != 1)
+        k_scores = scores_of(keys, ks, KC, CHANNEL, WHICH != 1 and ERASE)
 
     for i in tl.static_range(HEADS):
         head = head0 + i
@@ -142,7 +152,7 @@ def step_kernel(
         head_b = ring_b + slot * ring_b_slot + head
         if WHICH != 0:
             for j in range(tl.where(due, held, 0)):
-                old = (seen - held + j) % R
+                old = wrapped(start - held + j, R)
                 values_at = head_v if RAW else head_u
                 gate = (
                     load_row(head_g + old * (HV * G), True, K, KC, KI)
@@ -167,7 +177,7 @@ def step_kernel(
             head_b,
             keys,
             place,
-            (seen - recent + R) % R,
+            wrapped(start - recent, R),
             recent,
             used,
             in_v,
@@ -186,7 +196,6 @@ def step_kernel(
         # from each of them to the current one.
         column = tl.arange(0, TP)
         U = tl.zeros([TP, BV], tl.float32)
-        key_in = k + row * k_row + key_head * k_head
         own = ()
         if T > 1:
             own = load_rows(key_in, column * k_token, column < length, K, KC, KI)
@@ -194,8 +203,11 @@ def step_kernel(
         prefix = zeros(1, KC, KI) if CHANNEL else 0.0
         for s in range(T):
             alive = s < length
-            qs = load_row(q + row * q_row + s * q_token + key_head * q_head, alive, K, KC, KI)
-            ks = load_row(key_in + s * k_token, alive, K, KC, KI)
+            if T > 1:
+                qs = load_row(query_in + s * q_token, alive, K, KC, KI)
+                ks = load_row(key_in + s * k_token, alive, K, KC, KI)
+                q_scores = scores_of(keys, qs, KC, CHANNEL, WHICH != 1)
+                k_scores = scores_of(keys, ks, KC, CHANNEL, WHICH != 1 and ERASE)
             vs = load_f32(v + row * v_row + s * v_token + head * v_head + channel, in_v & alive)
             gate_in = log_decay + row * g_row + s * g_token + head * g_head
             if CHANNEL:
@@ -215,13 +227,35 @@ def step_kernel(
             u = vs
             if ERASE:
                 u -= history(
-                    ks, state, weighted, values, after, total, prefix, KC, CHANNEL, WHICH != 1
+                    ks,
+                    k_scores,
+                    state,
+                    weighted,
+                    values,
+                    after,
+                    total,
+                    prefix,
+                    KC,
+                    CHANNEL,
+                    WHICH != 1,
                 )
                 if T > 1:
                     inner = _inner(own, ks, segment, KC, CHANNEL)
                     u -= tl.sum(U * tl.where(column < s, inner, 0.0)[:, None], 0)
             u = u * strength
-            o = history(qs, state, weighted, values, after, total, prefix, KC, CHANNEL, WHICH != 1)
+            o = history(
+                qs,
+                q_scores,
+                state,
+                weighted,
+                values,
+                after,
+                total,
+                prefix,
+                KC,
+                CHANNEL,
+                WHICH != 1,
+            )
             if T > 1:
                 U = tl.where((column == s)[:, None], u[None, :], U)
                 inner = _inner(own, qs, segment, KC, CHANNEL)
@@ -231,7 +265,7 @@ def step_kernel(
             if HAS_SKIP:
                 o += vs * tl.load(skip + head).to(tl.float32)
             tl.store(out + ((row * T + s) * HV + head) * V + channel, tl.where(alive, o, 0.0), in_v)
-            new = (seen + s) % R
+            new = wrapped(start + s - R, R)
             if ERASE:
                 tl.store(head_u + new * (HV * V), u.to(ring_u.dtype.element_ty), in_v & alive)
             if RAW or not ERASE:
