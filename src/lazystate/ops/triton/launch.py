@@ -33,9 +33,10 @@ class Launch:
 
 
 def default_launch(spec: LayerSpec, batch: int) -> Launch:
-    """A setting that is valid for any shape; measured ones come from the tuned tables."""
-    block_v = min(triton.next_power_of_2(spec.value_dim), 16)
-    return Launch(block_v=block_v, heads=1, warps=1, split=batch >= 64)
+    """A setting that is valid for any shape: few programs of much work, but enough for the GPU."""
+    block_v = min(triton.next_power_of_2(spec.value_dim), 32 if batch >= 16 else 16)
+    heads = next(n for n in (4, 3, 2, 1) if spec.group % n == 0) if batch >= 64 else 1
+    return Launch(block_v=block_v, heads=heads, warps=1, split=batch >= 64)
 
 
 def step(
