@@ -145,7 +145,7 @@ def test_bytes_are_counted_over_whole_windows() -> None:
         folds = step > 4 and step % 4 == 1
         moved += 100 if folds else 1
         recorder.steps.append(Step(1, 1, float(step), moved))
-    assert recorder.bytes_per_token(4) == 103 / 4
+    assert recorder.settled(4).bytes_per_token == 103 / 4
 
 
 def test_runs_as_a_process() -> None:

@@ -70,6 +70,8 @@ def side_by_side(
     first = counted[0][0]
     results = []
     for method, (decoded, recorder), speed in zip(methods, counted, speeds, strict=True):
+        settled = recorder.settled(method.window or 1)
+        predicted = loaded.predicted_bytes(method, settled.given_per_step, settled.tokens_per_step)
         results.append(
             Result(
                 model=loaded.name,
@@ -78,10 +80,8 @@ def side_by_side(
                 draft=method.draft,
                 identical=torch.equal(decoded.tokens, first.tokens),
                 max_logit_diff=logit_difference(decoded, first),
-                state_bytes_per_token=recorder.bytes_per_token(method.window or 1),
-                predicted_state_bytes_per_token=loaded.predicted_bytes(
-                    method, recorder.given_per_step, recorder.tokens_per_step
-                ),
+                state_bytes_per_token=settled.bytes_per_token,
+                predicted_state_bytes_per_token=predicted,
                 tokens_per_s=speed,
                 acceptance=recorder.tokens_per_step,
             )

@@ -94,18 +94,21 @@ class Recorder(BaseStreamer):
         decoded = self.steps[1:]
         return sum(step.given for step in decoded) / len(decoded) if decoded else 1.0
 
-    def bytes_per_token(self, window: int) -> float:
-        """State bytes moved for a token, once the first window is full.
+    @property
+    def bytes_per_token(self) -> float:
+        """State bytes moved for a decoded token."""
+        moved = self.steps[-1].moved - self.steps[0].moved
+        tokens = sum(step.tokens for step in self.steps[1:])
+        return moved / tokens if tokens else 0.0
 
-        Without drafts over whole windows, so that each has its one fold; over all steps if there
-        are too few.
+    def settled(self, window: int) -> Recorder:
+        """The steps behind the first window, which ends without a fold as no later one does.
+
+        Without drafts whole windows, so that each has its one fold; all steps if there are too few.
         """
         ends = list(accumulate(step.tokens for step in self.steps[1:]))
         first = next((i + 1 for i, end in enumerate(ends) if end >= window), 0)
         last = len(ends)
         if self.tokens_per_step == 1.0:
             last -= (last - first) % window
-        if first == last:
-            first, last = 0, len(ends)
-        count = sum(step.tokens for step in self.steps[first + 1 : last + 1])
-        return (self.steps[last].moved - self.steps[first].moved) / count if count else 0.0
+        return self if first == last else Recorder(steps=self.steps[first : last + 1])
