@@ -20,9 +20,9 @@ def main() -> None:
     if not done.stdout:
         raise SystemExit(done.returncode)
     record = {
+        "command": " ".join(["lazystate compare", *sys.argv[1:]]),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "threads": 1,
         "results": json.loads(done.stdout),
     }
     RESULTS.parent.mkdir(parents=True, exist_ok=True)

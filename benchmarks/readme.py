@@ -41,8 +41,8 @@ def table(record: dict) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |\n")
     lines.append(
-        f"\nOn {record['threads']} CPU threads, torch {record['torch']}, transformers "
-        f"{record['transformers']}, float32.\n"
+        f"\n`{record['command']}` on a CPU, float32, torch {record['torch']}, transformers "
+        f"{record['transformers']}.\n"
     )
     return "".join(lines)
 
