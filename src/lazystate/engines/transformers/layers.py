@@ -100,6 +100,19 @@ class ReplayLayer(LinearAttentionLayer):
             getattr(self.attention, name)(self, *args)
 
 
+class IdleLayer(LinearAttentionLayer):
+    """A linear attention layer that holds nothing: transformers 5.17 gives layers without a mixer
+    (Nemotron-H's MLPs) one, and fails when it crops it."""
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: there is nothing to take back."""
+        return True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to take back."""
+
+
 def attach(cache: Cache, patch: Patch) -> Replay:
     """The state behind a cache; at first use its stock layers are replaced.
 
@@ -118,6 +131,9 @@ def attach(cache: Cache, patch: Patch) -> Replay:
         replay.adopt([state_of(mixer, layer) for mixer, layer in pairs])
     for mixer, layer in zip(patch.mixers, stock, strict=True):
         cache.layers[mixer.module.layer_idx] = _replaced(layer, replay, mixer.index)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is LinearAttentionLayer:
+            cache.layers[index] = IdleLayer()
     return replay
 
 
