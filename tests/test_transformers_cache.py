@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
@@ -27,6 +29,13 @@ from tiny_models import (
 
 # The families, and the two kinds of layers with attention in the same cache layer.
 LAYOUTS = (*FAMILIES, "FalconH1Mixer", "Zamba2MambaMixer")
+OLD = Version(transformers.__version__) < Version("5.24")
+
+
+def needs_batched_steps(mixer: str) -> None:
+    """Skip where the stock class cannot decode a batch."""
+    if OLD and mixer == "FalconH1Mixer":
+        pytest.skip("stock FalconH1 of this version fails on a batch")
 
 
 def generate(model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None, **options):
@@ -55,6 +64,7 @@ def same(plain, replayed) -> bool:
 @pytest.mark.parametrize("mixer", LAYOUTS)
 def test_left_padded_batch(mixer: str) -> None:
     """Three prompts of different length in one batch: same tokens, same logits."""
+    needs_batched_steps(mixer)
     tokens, mask = prompt(20, rows=3), torch.ones(3, 20, dtype=torch.int64)
     mask[1, :7] = mask[2, :13] = 0
     assert same(*both(mixer, tokens.masked_fill(mask == 0, 0), mask))
@@ -63,6 +73,7 @@ def test_left_padded_batch(mixer: str) -> None:
 @pytest.mark.parametrize("mixer", LAYOUTS)
 def test_beam_search(mixer: str) -> None:
     """Beams change rows after every step: same beams, same scores."""
+    needs_batched_steps(mixer)
     plain, replayed = both(mixer, prompt(12, rows=2), num_beams=4, num_return_sequences=2)
     assert torch.equal(plain.sequences, replayed.sequences)
     torch.testing.assert_close(replayed.sequences_scores, plain.sequences_scores)
@@ -183,11 +194,14 @@ def test_rows_are_repeated_and_selected(mixer: str) -> None:
 @pytest.mark.parametrize("mixer", LAYOUTS)
 def test_reset(mixer: str) -> None:
     """A reset cache begins anew, with another number of rows."""
+    needs_batched_steps(mixer)
     model = patch(copied(mixer))
     _, cache = call(model, prompt(20, rows=2))
     call(model, prompt(1, rows=2), cache)
     cache.reset()
     assert not cache.has_previous_state()
+    if OLD:
+        pytest.skip("attention layers of this version keep their length")
     logits, _ = call(model, prompt(25), cache)
     assert relative(logits, call(stock(mixer), prompt(25))[0]) <= FP32
 

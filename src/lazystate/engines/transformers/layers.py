@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache as memoized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,11 +82,11 @@ class ReplayLayer(LinearAttentionLayer):
             self.replay.reset()
         self._attention("reset")
 
-    def update_conv_state(self, *_: Any, **__: Any) -> Tensor:
-        """What a stock mixer would call.
+    def update_conv_state(self, *_: Any, **__: Any) -> NoReturn:
+        """What a stock mixer calls to leave its state here.
 
         Raises:
-            StepError: always, as the state is not here.
+            StepError: always, as the state is elsewhere.
         """
         raise StepError(
             "this cache was filled by a patched model and only that can continue it: patch the "
@@ -94,6 +94,9 @@ class ReplayLayer(LinearAttentionLayer):
         )
 
     update_recurrent_state = update_conv_state
+    # And what it reads to find the state.
+    conv_states = property(update_conv_state)  # pyright: ignore
+    recurrent_states = property(update_conv_state)  # pyright: ignore
 
     def _attention(self, name: str, *args: Any) -> None:
         if self.attention is not None:
@@ -101,16 +104,24 @@ class ReplayLayer(LinearAttentionLayer):
 
 
 class IdleLayer(LinearAttentionLayer):
-    """A linear attention layer that holds nothing: transformers 5.17 gives layers without a mixer
-    (Nemotron-H's MLPs) one, and fails when it crops it."""
+    """A linear attention layer that nothing has been left in: it can be cropped.
+
+    transformers 5.17 gives layers without a mixer (Nemotron-H's MLPs) one, and fails to crop it.
+    """
 
     @property
     def is_croppable(self) -> bool:
-        """True: there is nothing to take back."""
-        return True
+        """True while there is nothing to take back."""
+        return not self._used or super().is_croppable
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to take back."""
+        """Nothing to take back, unless the layer is used after all."""
+        if self._used:
+            super().crop(tokens_to_remove)
+
+    @property
+    def _used(self) -> bool:
+        return any(self.has_previous_state.values())
 
 
 def attach(cache: Cache, patch: Patch) -> Replay:
@@ -132,7 +143,7 @@ def attach(cache: Cache, patch: Patch) -> Replay:
     for mixer, layer in zip(patch.mixers, stock, strict=True):
         cache.layers[mixer.module.layer_idx] = _replaced(layer, replay, mixer.index)
     for index, layer in enumerate(cache.layers):
-        if type(layer) is LinearAttentionLayer:
+        if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
             cache.layers[index] = IdleLayer()
     return replay
 
@@ -151,11 +162,12 @@ def _replaced(layer: LinearAttentionLayer, replay: Replay, index: int) -> Replay
     """A layer with the attention of `layer` and the recurrent state of `replay`."""
     new = object.__new__(_replay_type(type(layer)))
     new.replay, new.index = replay, index
-    vars(new).update(vars(layer))
-    for name in ("conv_states", "recurrent_states"):
-        setattr(new, name, dict.fromkeys(layer.conv_states))
-    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized"):
-        setattr(new, name, dict.fromkeys(layer.conv_states, False))
+    initialised = {"is_conv_states_initialized", "is_recurrent_states_initialized"}
+    for name, value in vars(layer).items():
+        if name in initialised:  # so that inherited code that moves the states passes by
+            value = dict.fromkeys(value, False)
+        if name not in ("conv_states", "recurrent_states", "has_previous_state", "record_past"):
+            setattr(new, name, value)
     return new
 
 
