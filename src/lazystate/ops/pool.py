@@ -8,6 +8,7 @@ belong to the request and are shared by all layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -68,6 +69,11 @@ class Ring:
     v: Tensor | None
     u: Tensor | None
     beta: Tensor | None
+
+    @cached_property
+    def flat(self) -> dict[str, Tensor]:
+        """The tensors that exist, by name, as [slots * R, ...]."""
+        return {name: tensor.flatten(0, 1) for name, tensor in self.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that exist, by name."""

@@ -35,11 +35,12 @@ def replay(pool: Pool, rows: Rows, which: Tensor) -> Tensor:
     spec, group = pool.spec, pool.spec.group
     state = pool.checkpoint[rows.slots[which]].to(spec.compute)
     state = state.masked_fill(rows.empty[which].view(-1, 1, 1, 1), 0)
-    index, valid = rows.recent[which].flip(1), rows.committed[which].flip(1)
+    missing = rows.missing[which].flip(1)
+    index = rows.recent.view_as(rows.missing)[which].flip(1).flatten()
     raw = pool.ring.v is not None
     names = ("k", "v" if raw else "u", "log_decay")
     names += ("beta",) if spec.beta and raw else ()
-    k, values, log_decay, *beta = gather(pool, index, valid, names)
+    k, values, log_decay, *beta = gather(pool, index, missing, names)
     after, total = suffix_sums(log_decay.flip(1))
     after, u = after.flip(1), values.permute(0, 2, 3, 1)
     if spec.erase and raw:

@@ -24,9 +24,10 @@ class Rows:
         folding: int64, indices into A of the rows that fold in this step.
         empty: bool [A], rows whose checkpoint is zero and is not read.
         any_empty: bool(empty.any()).
-        recent: int64 [A, window], flat ring positions of committed records, newest first.
-        committed: bool [A, window], which of them exist.
-        fresh: int64 [A, T], flat ring positions of the step's own records.
+        tokens: T, the longest row of the step.
+        recent: int64 [A * window], flat ring positions of committed records, newest first.
+        missing: bool [A, window], which of them do not exist.
+        fresh: int64 [A * T], flat ring positions of the step's own records.
     """
 
     batch: int
@@ -38,15 +39,11 @@ class Rows:
     folding: Tensor
     empty: Tensor
     any_empty: bool
+    tokens: int
     recent: Tensor
-    committed: Tensor
+    missing: Tensor
     fresh: Tensor
     _conv: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        """T, the longest row of the step."""
-        return self.fresh.shape[1]
 
     def conv_positions(self, past: int, inputs: int) -> Tensor:
         """Flat positions in a convolution ring, [A, past + T]: `past` committed inputs, then T.
@@ -100,9 +97,10 @@ def begin(
         folding=(filled + new > cursors.limit[slots]).nonzero().squeeze(1),
         empty=empty,
         any_empty=bool(empty.any()),
-        recent=recent,
-        committed=offsets[:window] < filled.unsqueeze(1),
-        fresh=fresh,
+        tokens=tokens,
+        recent=recent.flatten(),
+        missing=offsets[:window] >= filled.unsqueeze(1),
+        fresh=fresh.flatten(),
     )
 
 

@@ -10,19 +10,17 @@ from lazystate.ops.torch.decay import segment_sums, suffix_sums
 from lazystate.ops.torch.rows import Rows
 
 
-def gather(pool: Pool, index: Tensor, valid: Tensor, names: tuple[str, ...]) -> list[Tensor]:
-    """The named record parts at flat ring positions, zeroed where not valid.
+def gather(pool: Pool, index: Tensor, missing: Tensor, names: tuple[str, ...]) -> list[Tensor]:
+    """The named record parts at flat ring positions, zeros where they are missing.
 
     Args:
-        index: int64 [B, n], slot * R + position. valid: bool [B, n].
+        index: int64 [B * n], slot * R + position. missing: bool [B, n].
     """
-    tensors = pool.ring.tensors()
     out = []
     for name in names:
-        ring = tensors[name]
-        part = ring.flatten(0, 1).index_select(0, index.flatten()).to(pool.spec.compute)
-        part = part.view(*index.shape, *ring.shape[2:])
-        out.append(part.masked_fill_(~valid.view(*valid.shape, *[1] * (part.dim() - 2)), 0))
+        part = pool.ring.flat[name].index_select(0, index).to(pool.spec.compute)
+        part = part.view(*missing.shape, *part.shape[1:])
+        out.append(part.masked_fill_(missing.view(*missing.shape, *[1] * (part.dim() - 2)), 0))
     return out
 
 
@@ -49,12 +47,12 @@ def step(
     compute = spec.compute
     wide_k, wide_v = k.to(compute), v.to(compute)
     vectors = torch.cat([q.to(compute), wide_k], 1) if spec.erase else q.to(compute)
-    prefix = log_decay if log_decay.shape[1] == 1 else log_decay.cumsum(1)
-    known = from_history(
-        pool, rows, vectors, torch.cat([prefix, prefix], 1) if spec.erase else prefix
-    )
+    tokens, prefix = k.shape[1], log_decay
+    if tokens > 1:
+        prefix = log_decay.cumsum(1)
+        prefix = torch.cat([prefix, prefix], 1) if spec.erase else prefix
+    known = from_history(pool, rows, vectors, prefix)
     scores = within(wide_k, vectors, log_decay, spec.group)
-    tokens = k.shape[1]
     if spec.erase:
         assert beta is not None
         residual = wide_v.permute(0, 2, 3, 1) - known[..., tokens:]
@@ -72,7 +70,7 @@ def from_history(pool: Pool, rows: Rows, vectors: Tensor, prefix: Tensor) -> Ten
     """The state before the step, times decayed vectors: view and committed records (Eq. 10).
 
     Args:
-        vectors: [B, n, H, K]. prefix: [B, n, HV] or [B, n, HV, K], log-decay up to each vector.
+        vectors: [B, n, H, K]. prefix: [B, n or 1, HV] or [B, n or 1, HV, K], log-decay up to each.
 
     Returns:
         [B, HV, V, n].
@@ -80,10 +78,10 @@ def from_history(pool: Pool, rows: Rows, vectors: Tensor, prefix: Tensor) -> Ten
     spec, wanted = pool.spec, vectors.shape[1]
     if wanted == spec.key_heads == 1:
         # BLAS sums a lone matrix-vector product otherwise than many: one row, and any, takes two.
-        vectors, prefix = (x.expand(-1, 2, *x.shape[2:]) for x in (vectors, prefix))
+        vectors = vectors.expand(-1, 2, -1, -1)
     names = ("k", "u" if spec.erase else "v", "log_decay")
     names += ("beta",) if spec.beta and not spec.erase else ()
-    keys, values, recent, *strength = gather(pool, rows.recent, rows.committed, names)
+    keys, values, recent, *strength = gather(pool, rows.recent, rows.missing, names)
     after, total = suffix_sums(recent)
     x = vectors.permute(0, 2, 3, 1)
     values = values.permute(0, 2, 3, 1)
@@ -151,11 +149,10 @@ def append(
 ) -> None:
     """Write the step's records; u is [B, HV, V, T], the rest as in `step`."""
     parts = {"k": k, "v": v, "u": u.permute(0, 3, 1, 2), "log_decay": log_decay, "beta": beta}
-    index = rows.fresh.flatten()
-    for name, ring in pool.ring.tensors().items():
+    for name, ring in pool.ring.flat.items():
         part = parts[name]
         assert part is not None
-        ring.flatten(0, 1).index_copy_(0, index, part.to(ring.dtype).flatten(0, 1))
+        ring.index_copy_(0, rows.fresh, part.to(ring.dtype).flatten(0, 1))
 
 
 def _read(pool: Pool, rows: Rows, vectors: Tensor) -> Tensor:
@@ -173,7 +170,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     BLAS adds in another order for a transposed operand, and of a strided one PyTorch transposes a
     single row in place but copies many.
     """
-    return a.contiguous() @ b.contiguous()
+    out = torch.bmm(a.contiguous().view(-1, *a.shape[-2:]), b.contiguous().view(-1, *b.shape[-2:]))
+    return out.view(*a.shape[:-1], b.shape[-1])
 
 
 def per_head(x: Tensor, group: int, dim: int) -> Tensor:
