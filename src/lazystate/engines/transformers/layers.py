@@ -133,23 +133,24 @@ def attach(cache: Cache, patch: Patch) -> Replay:
         ValueError: if the cache was not made for this model.
     """
     first = patch.mixers[0].module.layer_idx
-    if len(cache.layers) > first and isinstance(layer := cache.layers[first], ReplayLayer):
+    layers = getattr(cache, "layers", [])
+    if len(layers) > first and isinstance(layer := layers[first], ReplayLayer):
         return layer.replay
-    stock = [_stock_layer(cache, mixer.module.layer_idx) for mixer in patch.mixers]
+    stock = [_stock_layer(layers, mixer.module.layer_idx) for mixer in patch.mixers]
     replay = Replay(patch, recording=stock[0].record_past)
     if all(layer.has_previous_state[0] for layer in stock):
         pairs = zip(patch.mixers, stock, strict=True)
         replay.adopt([state_of(mixer, layer) for mixer, layer in pairs])
     for mixer, layer in zip(patch.mixers, stock, strict=True):
-        cache.layers[mixer.module.layer_idx] = _replaced(layer, replay, mixer.index)
-    for index, layer in enumerate(cache.layers):
+        layers[mixer.module.layer_idx] = _replaced(layer, replay, mixer.index)
+    for index, layer in enumerate(layers):
         if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
-            cache.layers[index] = IdleLayer()
+            layers[index] = IdleLayer()
     return replay
 
 
-def _stock_layer(cache: Cache, index: int) -> LinearAttentionLayer:
-    layer = cache.layers[index] if index < len(cache.layers) else None
+def _stock_layer(layers: list[Any], index: int) -> LinearAttentionLayer:
+    layer = layers[index] if index < len(layers) else None
     if isinstance(layer, LinearAttentionLayer):
         return layer
     raise ValueError(
