@@ -97,12 +97,13 @@ def slots(given: Tensor, total: int, *, padded: bool, repeated: bool) -> Tensor:
     given = given.to(torch.int64)
     if given.device.type != "cpu":
         return given
-    real = given[given >= 0]
-    if not padded and real.numel() != given.numel():
-        raise ValueError(f"slots must be 0 to {total - 1}, got {given.min().item()}")
-    if real.numel() and int(real.max()) >= total:
-        raise ValueError(f"slots must be below {total}, got {int(real.max())}")
-    if not repeated and real.unique().numel() != real.numel():
+    numbers = given.tolist()
+    real = [number for number in numbers if number >= 0]
+    if not padded and len(real) < len(numbers):
+        raise ValueError(f"slots must be 0 to {total - 1}, got {min(numbers)}")
+    if real and max(real) >= total:
+        raise ValueError(f"slots must be below {total}, got {max(real)}")
+    if not repeated and len(set(real)) < len(real):
         raise ValueError("slots must be distinct, got one twice: a slot is one request")
     return given
 

@@ -22,8 +22,11 @@ Fold = Literal["raw", "cached"]
 class View(Protocol):
     """Something that stands in for the checkpoint on the steps that do not fold."""
 
-    def read(self, slots: Tensor, vectors: Tensor) -> Tensor:
-        """The product S x: slots [B], vectors [B, X, K, n] -> [B, X, rows, n], X dividing HV."""
+    def read(self, slots: Tensor | None, vectors: Tensor) -> Tensor:
+        """The product S x: slots [B], vectors [B, X, K, n] -> [B, X, rows, n], X dividing HV.
+
+        slots None: every slot of the pool, in order.
+        """
         ...
 
     def store(self, slots: Tensor, state: Tensor) -> None:
@@ -42,9 +45,10 @@ class FullView:
     checkpoint: Tensor
     compute: torch.dtype
 
-    def read(self, slots: Tensor, vectors: Tensor) -> Tensor:
+    def read(self, slots: Tensor | None, vectors: Tensor) -> Tensor:
         """See `View.read`."""
-        state = self.checkpoint.index_select(0, slots).to(self.compute)
+        state = self.checkpoint if slots is None else self.checkpoint.index_select(0, slots)
+        state = state.to(self.compute)
         keys, (heads, value_dim, key_dim) = vectors.shape[1], state.shape[1:]
         return state.view(-1, keys, heads * value_dim // keys, key_dim) @ vectors
 

@@ -17,7 +17,7 @@ class Rows:
 
     Attributes:
         batch: B. index: int64 [A], their batch rows, or None where all batch rows are active.
-        slots: int64 [A].
+        slots: int64 [A]. all_slots: whether these are all slots of the pool, in order.
         lengths: int64 [A], tokens of each row; None where all rows have T.
         seen: int64 [A], tokens committed before this step.
         filled: int64 [A], committed records h.
@@ -33,6 +33,7 @@ class Rows:
     batch: int
     index: Tensor | None
     slots: Tensor
+    all_slots: bool
     lengths: Tensor | None
     seen: Tensor
     filled: Tensor
@@ -91,6 +92,7 @@ def begin(
         batch=active.numel(),
         index=index,
         slots=slots,
+        all_slots=torch.equal(slots, torch.arange(cursors.origin.numel(), device=slots.device)),
         lengths=lengths,
         seen=seen,
         filled=filled,

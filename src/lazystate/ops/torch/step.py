@@ -158,7 +158,8 @@ def append(
 def _read(pool: Pool, rows: Rows, vectors: Tensor) -> Tensor:
     """View (checkpoint on folding rows) times [B, H or HV, K, n] -> [B, HV, V, n]."""
     shape = pool.spec.heads, pool.spec.value_dim, vectors.shape[-1]
-    read = pool.view.read(rows.slots, vectors.contiguous()).view(-1, *shape)
+    slots = None if rows.all_slots else rows.slots
+    read = pool.view.read(slots, vectors.contiguous()).view(-1, *shape)
     if rows.any_empty:
         read = read.masked_fill(rows.empty.view(-1, 1, 1, 1), 0)
     return read
