@@ -203,6 +203,8 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="revision measured, if there is no git here")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/run.py needs a CUDA device: on a CPU, run `make demo`")
     read_gbs, copy_gbs = ceilings()
     result = {"meta": meta(arguments.commit or _commit(), read_gbs, copy_gbs), "rows": []}
     folder = arguments.out / torch.cuda.get_device_name().split()[-1].lower()

@@ -16,6 +16,7 @@ from tolerance import outputs as output_bound
 from tolerance import state as state_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 WINDOW, MAX_TOKENS, SLOTS = 4, 3, 4
 ROWS = slots(2, -1, 0)
 LENGTHS = ([1, 1, 1], [3, 2, 1], [2, 3, 0], [1, 3, 3], [3, 3, 2])
