@@ -53,3 +53,10 @@ def test_unknown_model_is_a_usage_error():
 def test_help_has_examples():
     """`--help` is enough."""
     assert "lazystate plan" in run("--help").output
+
+
+def test_acceptance_above_tokens_is_named():
+    """The option that is wrong is the one that the error names."""
+    result = run("qwen3.5-4b", "--tokens", "4", "--acceptance", "9")
+    assert result.exit_code == 2
+    assert "--acceptance must be 1 to --tokens (4)" in result.output.replace("\n", " ")

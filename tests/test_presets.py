@@ -75,3 +75,14 @@ def test_unknown_model_type_lists_the_known(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"'llama'.*nemotron_h"):
         shape_from_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [('{"model_type": "qwen3_next"}', "linear_num_value_heads"), ("not JSON", "JSON file")],
+)
+def test_damaged_config_is_named(tmp_path, text, names):
+    """A file that is not JSON, or lacks a size, is one error that says so."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=names):
+        shape_from_config(tmp_path)

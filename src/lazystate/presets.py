@@ -166,7 +166,8 @@ def shape_from_config(config: str | Path | Mapping[str, Any]) -> ModelShape:
         config: the file, the model folder, or the parsed file.
 
     Raises:
-        ValueError: for a model type without a supported recurrent layer, listing those that are.
+        ValueError: for a model type without a supported recurrent layer, listing those that are, a
+            file that is not JSON, or one that lacks a size.
         FileNotFoundError: if there is no such file.
     """
     if isinstance(config, Mapping):
@@ -175,7 +176,10 @@ def shape_from_config(config: str | Path | Mapping[str, Any]) -> ModelShape:
     else:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        given = json.loads(path.read_text())
+        try:
+            given = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"config must be a JSON file, got {path}: {error}") from error
         source = path.name
     text = given.get("text_config", given)
     kind = text.get("model_type", given.get("model_type"))
@@ -184,7 +188,12 @@ def shape_from_config(config: str | Path | Mapping[str, Any]) -> ModelShape:
             f"model_type {kind!r} has no recurrent layer known here; supported are "
             f"{', '.join(sorted(_READERS))}"
         )
-    layer, recurrent, attention = _READERS[kind](text)
+    try:
+        layer, recurrent, attention = _READERS[kind](text)
+    except KeyError as missing:
+        raise ValueError(
+            f"config must state {missing} for model_type {kind!r}, it does not"
+        ) from missing
     name = given.get("_name_or_path") or kind
     return ModelShape(name, layer, recurrent, attention, _kv_bytes(text), source)
 

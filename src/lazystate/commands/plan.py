@@ -68,6 +68,8 @@ def plan(
 
     with usage_errors():
         kept = float(tokens) if acceptance is None else acceptance
+        if not 1 <= kept <= tokens:
+            raise ValueError(f"--acceptance must be 1 to --tokens ({tokens}), got {kept}")
         shape = shape_from_config(model) if Path(model).exists() else _preset(model)
         wanted = _methods(method, tokens)
         plans = [
