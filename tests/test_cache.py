@@ -14,6 +14,7 @@ from torch import Tensor
 import samples
 import tolerance
 from lazystate import LayerSpec, StateCache
+from lazystate.cache import StepError
 
 SPEC = samples.layer("gdn", torch.float32, conv_channels=6, conv_width=4)
 
@@ -332,3 +333,40 @@ def test_no_rows_is_no_step() -> None:
     assert all(out.shape[0] == 0 for out in outs)
     assert [x.shape[0] for x in cache.materialize(one())] == [0, 0, 0]
     assert same(advance(cache, torch.arange(3), 71), advance(twin, torch.arange(3), 71))
+
+
+NO_TENSORS: dict[str, Callable[[], Any]] = {
+    "slots must be a tensor, got list": lambda: StateCache(SPEC, 3).begin([0, 1]),  # pyright: ignore
+    "lengths must be a tensor, got list": lambda: StateCache(SPEC, 3).begin(one(0), 1, [1]),  # pyright: ignore
+    "tokens must be an int, got 1.0": lambda: StateCache(SPEC, 3).begin(one(0), 1.0),  # pyright: ignore
+    "window must be an int, got '16'": lambda: StateCache(SPEC, 3, window="16"),  # pyright: ignore
+    "slots must be an int, got 3.0": lambda: StateCache(SPEC, 3.0),  # pyright: ignore
+    "specs must be LayerSpecs, got str": lambda: StateCache("x", 3),  # pyright: ignore
+}
+
+
+@pytest.mark.parametrize("message", NO_TENSORS)
+def test_an_argument_of_another_type_is_named(message: str) -> None:
+    """A list for a tensor, or a float for a size, is one error that says what is wanted."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        NO_TENSORS[message]()
+
+
+def test_no_ticket_is_a_step_error() -> None:
+    """None is not the open ticket, even while no step is open."""
+    with pytest.raises(StepError, match="ticket"):
+        StateCache(SPEC, 3).commit(None)  # pyright: ignore
+
+
+def test_inputs_that_require_gradients_leave_none_behind() -> None:
+    """The cache keeps no autograd graph, which would grow with every step."""
+    spec = samples.layer("gdn", torch.float32)
+    cache = StateCache(spec, 2, window=2)
+    states = torch.zeros(2, *spec.state_shape, requires_grad=True)
+    cache.load(one(0, 1), [states])
+    for _ in range(4):
+        inputs = [None if x is None else x.requires_grad_() for x in samples.draw(spec, 2, 1)]
+        ticket = cache.begin(one(0, 1))
+        assert not cache.step(ticket, 0, *inputs).requires_grad  # pyright: ignore
+        cache.commit(ticket)
+    assert not any(part.requires_grad for part in cache.export(one(0, 1)).values())

@@ -9,7 +9,8 @@ One model step is `begin`, then for every layer `convolve` and `step`, then `com
     cache.commit(ticket, kept)
 
 Standard decoding has one token and keeps it; speculative verification has more and keeps the
-accepted ones. Rolling back is not committing.
+accepted ones. Rolling back is not committing. Nothing here carries gradients: a state that did
+would hold on to every step before it.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ class StateCache:
             ValueError: for slots, tokens or lengths out of range.
         """
         self._require_closed("begin")
+        checks.integer("tokens", tokens)
         if not 1 <= tokens <= self.max_tokens:
             raise ValueError(
                 f"tokens must be 1 to max_tokens ({self.max_tokens}), got {tokens}; give the cache "
@@ -149,6 +151,7 @@ class StateCache:
         self._open = Ticket(slots, tokens, lengths, rows)
         return self._open
 
+    @torch.no_grad()
     def convolve(
         self,
         ticket: Ticket,
@@ -179,6 +182,7 @@ class StateCache:
         ticket._convolved.add(layer)
         return self._backend.convolve(self._pools[layer], ticket._rows, x, weight, bias, silu)
 
+    @torch.no_grad()
     def step(
         self,
         ticket: Ticket,
@@ -251,6 +255,7 @@ class StateCache:
         self._backend.commit(self._cursors, ticket._rows, none, self.window)
         self._open = None
 
+    @torch.no_grad()
     def load(
         self,
         slots: Tensor,
@@ -336,6 +341,7 @@ class StateCache:
         named = {name: tensor.index_select(0, slots) for name, tensor in self._tensors().items()}
         return {**named, "layout": self._layout(slots)}
 
+    @torch.no_grad()
     def import_(self, slots: Tensor, exported: dict[str, Tensor]) -> None:
         """Put exported requests into slots [n], in the order of the export.
 
@@ -409,7 +415,7 @@ class StateCache:
         return self.specs[layer]
 
     def _require_open(self, ticket: Ticket) -> None:
-        if ticket is not self._open:
+        if ticket is None or ticket is not self._open:
             raise StepError(
                 "this ticket's step is over: it was committed, or a later step has begun; every "
                 "step has its own ticket, which commit consumes"

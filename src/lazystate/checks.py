@@ -27,6 +27,11 @@ def sizes(
     """The constructor's arguments."""
     if not specs:
         raise ValueError("specs must hold at least one layer, got none")
+    for spec in specs:
+        if not isinstance(spec, LayerSpec):
+            raise ValueError(f"specs must be LayerSpecs, got {type(spec).__name__}")
+    for name, size in (("slots", slots), ("window", window), ("max_tokens", max_tokens)):
+        integer(name, size)
     if slots < 1:
         raise ValueError(f"slots must be at least 1, got {slots}")
     if window < 1:
@@ -42,8 +47,21 @@ def sizes(
         raise ValueError(f"fold must be 'raw' or 'cached', got {fold!r}")
 
 
+def integer(name: str, given: object) -> None:
+    """A whole number, and no bool."""
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise ValueError(f"{name} must be an int, got {given!r}")
+
+
+def is_tensor(name: str, given: object) -> None:
+    """A tensor, and no list or number."""
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(given).__name__}: torch.tensor(...)")
+
+
 def tensor(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
     """Shape and, unless None, dtype of one argument."""
+    is_tensor(name, given)
     if tuple(given.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(given.shape)}")
     if dtype is not None and given.dtype != dtype:
@@ -72,6 +90,8 @@ def inputs(
         raise ValueError(f"beta: this layer's spec has {needs}, got {beta if beta is None else 1}")
     if beta is not None:
         tensor("beta", beta, (*batch, spec.heads), spec.compute)
+    if skip is not None:
+        is_tensor("skip", skip)
     if skip is not None and skip.shape not in ((spec.heads,), (spec.heads, spec.value_dim)):
         raise ValueError(
             f"skip must have shape {[spec.heads]} or {[spec.heads, spec.value_dim]}, got "
@@ -89,6 +109,7 @@ def per_layer(name: str, given: Sequence, layers: int) -> None:
 
 def slots(given: Tensor, total: int, *, padded: bool, repeated: bool) -> Tensor:
     """Slot numbers as int64 [n]: in range, distinct unless repeated, negative only if padded."""
+    is_tensor("slots", given)
     if given.dim() != 1 or given.dtype not in INTEGERS:
         raise ValueError(
             f"slots must be a one-dimensional int32 or int64 tensor, got {list(given.shape)} "
@@ -110,6 +131,7 @@ def slots(given: Tensor, total: int, *, padded: bool, repeated: bool) -> Tensor:
 
 def counts(name: str, given: Tensor, rows: int, low: int, high: int) -> Tensor:
     """Integer counts as int64 [rows], each low to high."""
+    is_tensor(name, given)
     if tuple(given.shape) != (rows,) or given.dtype not in INTEGERS:
         raise ValueError(
             f"{name} must be an int32 or int64 tensor of shape [{rows}], got {list(given.shape)} "
@@ -126,6 +148,7 @@ def counts(name: str, given: Tensor, rows: int, low: int, high: int) -> Tensor:
 
 def kept(given: Tensor, slots: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
     """Kept tokens as int64 [B]: 1 to the row's length, 0 on padded rows and rows of length 0."""
+    is_tensor("kept", given)
     if given.shape != slots.shape or given.dtype not in INTEGERS:
         raise ValueError(
             f"kept must be an int32 or int64 tensor of shape {list(slots.shape)}, got "
