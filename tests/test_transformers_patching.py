@@ -148,3 +148,16 @@ def test_plain_traffic_is_twice_the_state_a_step(mixer: str) -> None:
         count_plain_state_bytes(patch(model)),
     ):
         pass
+
+
+def test_a_patched_model_can_be_pickled(tmp_path: Path) -> None:
+    """torch.save and torch.load give a patched model, which decodes and can be unpatched."""
+    model = patch(copied("Qwen3NextGatedDeltaNet"))
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    right, cache = call(model, prompt())
+    logits, loaded_cache = call(loaded, prompt())
+    assert torch.equal(logits, right)
+    assert torch.equal(call(loaded, prompt(1), loaded_cache)[0], call(model, prompt(1), cache)[0])
+    assert not patched_mixers(unpatch(loaded))
+    assert torch.equal(call(loaded, prompt())[0], right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,12 @@ class Mixer:
     index: int
     stock: Callable[..., Tensor]
     patch: Patch
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle: pickle looks a bound method up by name, and may find the patched forward."""
+        vars(self).update(state)
+        if isinstance(getattr(self.stock, "__self__", None), Mixer):
+            self.stock = MethodType(type(self.module).forward, self.module)
 
     @torch.compiler.disable
     def forward(
