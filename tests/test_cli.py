@@ -159,3 +159,13 @@ def test_runs_as_a_process() -> None:
 def test_page_begins_with_a_paragraph() -> None:
     """The prompt starts where a paragraph of the book does."""
     assert compare_command._page("pride-and-prejudice", 30, 8).startswith("Chapter 1")
+
+
+def test_unreadable_inputs_are_usage_errors(tmp_path: Path) -> None:
+    """A binary file and a model folder without weights: one error each, and no traceback."""
+    (tmp_path / "bytes").write_bytes(bytes(range(256)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    binary = run("generate", "gdn", "--file", str(tmp_path / "bytes"))
+    weights = run("generate", str(tmp_path), "--prompt", "a")
+    assert binary.exit_code == weights.exit_code == 2, binary.output + weights.output
+    assert "UTF-8" in binary.stderr and "model.safetensors" in weights.stderr

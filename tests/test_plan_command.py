@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from lazystate.cli import app
@@ -60,3 +62,60 @@ def test_acceptance_above_tokens_is_named():
     result = run("qwen3.5-4b", "--tokens", "4", "--acceptance", "9")
     assert result.exit_code == 2
     assert "--acceptance must be 1 to --tokens (4)" in result.output.replace("\n", " ")
+
+
+GDN = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([1, 2], "config must be a JSON object, got list"),
+        (None, "config must be a JSON object, got NoneType"),
+        ({"model_type": ["mamba2"]}, "supported are"),
+        ({"text_config": 3}, "text_config must be a JSON object"),
+        (GDN | {"linear_num_value_heads": None}, "whole numbers"),
+        (GDN | {"full_attention_interval": 0}, "whole numbers"),
+        (GDN | {"num_hidden_layers": "4"}, "whole numbers"),
+        (GDN | {"num_hidden_layers": 0}, "at least one recurrent layer, got 0"),
+    ],
+)
+def test_an_odd_config_is_a_usage_error(config: object, message: str, tmp_path: Path):
+    """Whatever a config.json holds, the error says what it must hold."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(str(tmp_path))
+    assert result.exit_code == 2, result.output
+    assert message in words(result.output)
+
+
+def test_a_folder_without_config_is_a_usage_error(tmp_path: Path):
+    """Exit code 2, and the file that is missing."""
+    result = run(str(tmp_path))
+    assert result.exit_code == 2 and "No such file" in words(result.output)
+
+
+def test_infinite_memory_is_named():
+    """The largest batch needs a number."""
+    result = run("qwen3.5-4b", "--weights", "inf")
+    assert result.exit_code == 2
+    assert "--weights must be a finite number" in words(result.output)
+
+
+@pytest.mark.parametrize("tokens", ["20", "100"])
+def test_steps_longer_than_a_usual_window(tokens: str):
+    """Snapshots have no window, and replay's is as long as the step at least."""
+    result = run("qwen3.5-4b", "--tokens", tokens, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[-1]["window"] >= int(tokens)
+
+
+def words(output: str) -> str:
+    """The text of a framed error on one line."""
+    return " ".join(output.replace("│", " ").split())

@@ -191,12 +191,15 @@ def _cycles(window: int, tokens: int, kept: float) -> tuple[int, int, int, int]:
 def best_window(
     layer: LayerSpec, *, tokens: int = 1, kept: float = 1.0, fold: str = "raw", largest: int = 64
 ) -> int:
-    """The window, `tokens` to `largest`, that moves the fewest bytes for a token."""
+    """The window, `tokens` to `largest`, that moves the fewest bytes for a token.
+
+    It is `tokens` where those are more than `largest`.
+    """
 
     def moved(window: int) -> float:
         return traffic(layer, "replay", window=window, tokens=tokens, kept=kept, fold=fold).total
 
-    return min(range(tokens, largest + 1), key=moved)
+    return min(range(tokens, max(largest, tokens) + 1), key=moved)
 
 
 def slot_bytes(
@@ -263,7 +266,7 @@ def plan(
     layer, layers = shape.layer, shape.recurrent_layers
     if method == "replay" and window is None:
         window = best_window(layer, tokens=tokens, kept=kept)
-    used = window or 16
+    used = window or max(16, tokens)  # of replay; the other methods have none
     moved = traffic(layer, method, window=used, tokens=tokens, kept=kept)
     per_step = batch * layers * kept
     memory = layers * slot_bytes(layer, method, window=used, tokens=tokens)

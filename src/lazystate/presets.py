@@ -180,10 +180,14 @@ def shape_from_config(config: str | Path | Mapping[str, Any]) -> ModelShape:
             given = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"config must be a JSON file, got {path}: {error}") from error
+        if not isinstance(given, Mapping):
+            raise ValueError(f"config must be a JSON object, got {type(given).__name__} in {path}")
         source = path.name
-    text = given.get("text_config", given)
+    text = given.get("text_config") or given
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config must be a JSON object, got {text!r}")
     kind = text.get("model_type", given.get("model_type"))
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise ValueError(
             f"model_type {kind!r} has no recurrent layer known here; supported are "
             f"{', '.join(sorted(_READERS))}"
@@ -194,6 +198,12 @@ def shape_from_config(config: str | Path | Mapping[str, Any]) -> ModelShape:
         raise ValueError(
             f"config must state {missing} for model_type {kind!r}, it does not"
         ) from missing
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"config must state whole numbers as sizes for model_type {kind!r}: {error}"
+        ) from error
+    if not isinstance(recurrent, int) or recurrent < 1:
+        raise ValueError(f"config must have at least one recurrent layer, got {recurrent!r}")
     name = given.get("_name_or_path") or kind
     return ModelShape(name, layer, recurrent, attention, _kv_bytes(text), source)
 

@@ -86,7 +86,10 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None:
         return prompt
     if file is not None:
-        return file.read_text("utf8")
+        try:
+            return file.read_text("utf8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--file must be a UTF-8 text, got {file}: {error}") from error
     if sys.stdin.isatty():
         raise ValueError("no text to continue: give --prompt TEXT or --file PATH, or pipe a text")
     return sys.stdin.read()

@@ -8,10 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
+MOST_WINDOW = 65_536  # far above any that saves bytes, and still in memory
+
 Window = Annotated[
     int,
     typer.Option(
-        min=1, help="Tokens whose records are kept before they are folded into the state."
+        min=1,
+        max=MOST_WINDOW,
+        help="Tokens whose records are kept before they are folded into the state.",
     ),
 ]
 DraftTokens = Annotated[
@@ -23,8 +27,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON list, and no 
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Tell a wrong argument found by the package as a usage error (exit code 2, no traceback)."""
+    """Tell a wrong argument found by the package as a usage error (exit code 2, no traceback).
+
+    So are files that cannot be read: transformers raises OSError for a folder without weights.
+    """
     try:
         yield
-    except ValueError as error:
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lazystate.commands.options import Json, usage_errors
+from lazystate.commands.options import MOST_WINDOW, Json, usage_errors
 
 
 def plan(
@@ -30,7 +31,7 @@ def plan(
         typer.Option(help="Mean tokens a step that are kept, 1 to T.  [default: T]"),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(min=1, help="Of replay.  [default: the best]")
+        int | None, typer.Option(min=1, max=MOST_WINDOW, help="Of replay.  [default: the best]")
     ] = None,
     bandwidth: Annotated[
         float, typer.Option(min=1, help="GB/s that a plain read reaches.")
@@ -70,6 +71,9 @@ def plan(
         kept = float(tokens) if acceptance is None else acceptance
         if not 1 <= kept <= tokens:
             raise ValueError(f"--acceptance must be 1 to --tokens ({tokens}), got {kept}")
+        for name, given in (("--gpu-memory", gpu_memory), ("--weights", weights)):
+            if not math.isfinite(given):
+                raise ValueError(f"{name} must be a finite number, got {given}")
         shape = shape_from_config(model) if Path(model).exists() else _preset(model)
         wanted = _methods(method, tokens)
         plans = [
