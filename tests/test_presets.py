@@ -7,7 +7,9 @@ import json
 import pytest
 import transformers
 
+from lazystate.engines.transformers.adapters import ADAPTERS
 from lazystate.presets import PRESETS, preset, shape_from_config
+from tiny_models import CONFIGS, stock
 
 # Heads of all layers, as SketchSSM Fig. 8 and ReplaySSM Table 5 state them.
 HEADS = {
@@ -56,7 +58,7 @@ def test_unknown_preset_helps():
     ids=lambda config: config.model_type,
 )
 def test_reads_transformers_configs(config, tmp_path):
-    """The saved configuration gives the state shape that the model class allocates."""
+    """Every class's own default configuration, saved, is read to plausible layers."""
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     shape = shape_from_config(tmp_path)
     total = config.num_hidden_layers
@@ -70,6 +72,16 @@ def test_reads_transformers_configs(config, tmp_path):
     assert layer.conv_width in (3, 4)
 
 
+@pytest.mark.parametrize("mixer", CONFIGS)
+def test_reads_the_layer_that_the_engine_builds(mixer):
+    """A config describes the very layers that its model has: all sizes, and how many."""
+    model = stock(mixer)
+    shape = shape_from_config(model.config.to_dict())
+    mixers = [module for module in model.modules() if type(module).__name__ == mixer]
+    assert shape.recurrent_layers == len(mixers)
+    assert shape.layer == ADAPTERS[mixer].spec(mixers[0], shape.layer.activation)
+
+
 def test_unknown_model_type_lists_the_known(tmp_path):
     """A model without a recurrent layer is refused with what is supported."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -79,7 +91,12 @@ def test_unknown_model_type_lists_the_known(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "names"),
-    [('{"model_type": "qwen3_next"}', "linear_num_value_heads"), ("not JSON", "JSON file")],
+    [
+        ('{"model_type": "qwen3_next"}', "linear_num_value_heads"),
+        ('{"model_type": "mamba2", "num_hidden_layers": 4}', "mamba_num_heads or mamba_n_heads"),
+        ('{"model_type": "kimi_linear", "layer_types": []}', "linear_num_heads"),
+        ("not JSON", "JSON file"),
+    ],
 )
 def test_damaged_config_is_named(tmp_path, text, names):
     """A file that is not JSON, or lacks a size, is one error that says so."""

@@ -92,18 +92,20 @@ PRESETS: dict[str, ModelShape] = {
             "Nemotron-Nano-9B-v2",
             _mamba2(128, 8, 128, 80),
             27,
-            None,
-            None,
-            f"{_SKETCH} Fig. 8: 3,456 heads; 27 layers of 128 heads and the head sizes from the "
-            f"model family (nemotron_h); {_WIDTH}; attention not stated there",
+            4,
+            4096,
+            f"{_SKETCH} Fig. 8: 3,456 heads; layers, 128 heads of 80, 8 groups and a BF16 KV cache "
+            "of 8 heads of 128 from NVIDIA/Megatron-LM, examples/post_training/modelopt/conf/"
+            f"nvidia/NVIDIA-Nemotron-Nano-9B-v2.sh; {_WIDTH}",
         ),
         ModelShape(
             "Qwen3.5-4B",
             _gdn(32, 16, 128, 128),
             24,
             8,
-            None,
-            f"{_REPLAY}; {_WIDTH}; KV heads not stated there",
+            4096,
+            f"{_REPLAY}; BF16 KV cache of 4 heads of 256, its config.json as quoted by others; "
+            f"{_WIDTH}",
         ),
         ModelShape(
             "Qwen3.5-122B-A10B",
@@ -117,11 +119,11 @@ PRESETS: dict[str, ModelShape] = {
             "Qwen3.8-Flash-Next",
             _gdn(48, 16, 128, 128),
             36,
-            None,
+            12,
             None,
             f"{_SKETCH} App. D: 36 recurrent layers, Fig. 8: 1,728 heads, so 48 a layer, K = V = "
-            "128; its number of key heads is not stated: 16, as in Qwen3.5, is an assumption; "
-            f"{_WIDTH}",
+            "128; 16 key heads, 12 sparse attention layers and width 4 from its config.json as "
+            "quoted by others; KV bytes left out: its indexer keeps keys besides",
         ),
         ModelShape(
             "GLM-5.3-Flash",
@@ -223,20 +225,23 @@ def _counted(types: list[str], recurrent: str) -> tuple[int, int]:
     return types.count(recurrent) + both, attention + both
 
 
+def _stated(config: Mapping[str, Any], *names: str) -> Any:
+    """The value of the first name that the config states: a default would be another model's."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    raise KeyError(" or ".join(names))
+
+
 def _read_mamba2(config: Mapping[str, Any]) -> tuple[LayerSpec, int, int]:
     """mamba2, bamba, falcon_h1, granitemoehybrid, nemotron_h and zamba2 name the same things."""
-
-    def first(*names: str, default: int) -> int:
-        return next((config[name] for name in names if config.get(name) is not None), default)
-
-    heads = first("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads", default=0)
-    head_dim = first("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim", default=64)
-    if not isinstance(head_dim, int):
-        expand = first("mamba_expand", "expand", default=2)
-        head_dim = int(expand * config["hidden_size"]) // heads
-    state = first("ssm_state_size", "mamba_d_state", "state_size", default=128)
-    groups = first("n_groups", "mamba_n_groups", "mamba_ngroups", default=1)
-    conv = first("mamba_d_conv", "conv_kernel", default=4)
+    heads = _stated(config, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
+    head_dim = _stated(config, "mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
+    if head_dim == "auto":
+        head_dim = int(_stated(config, "mamba_expand", "expand") * config["hidden_size"]) // heads
+    state = _stated(config, "ssm_state_size", "mamba_d_state", "state_size")
+    groups = _stated(config, "n_groups", "mamba_n_groups", "mamba_ngroups")
+    conv = _stated(config, "mamba_d_conv", "conv_kernel")
     layer = _mamba2(heads, groups, state, head_dim, conv)
     return (layer, *_mamba2_layers(config))
 
@@ -271,10 +276,13 @@ def _read_gdn(config: Mapping[str, Any]) -> tuple[LayerSpec, int, int]:
 
 def _read_kda(config: Mapping[str, Any]) -> tuple[LayerSpec, int, int]:
     linear = config.get("linear_attn_config") or {}
-    heads = linear.get("num_heads", config.get("linear_num_heads", 32))
-    size = linear.get("head_dim", config.get("linear_head_dim", 128))
-    width = linear.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4))
-    layer = _kda(heads, size, width)
+    sizes = {
+        "linear_num_heads": linear.get("num_heads"),
+        "linear_head_dim": linear.get("head_dim"),
+        "linear_conv_kernel_dim": linear.get("short_conv_kernel_size"),
+    }
+    stated = {**config, **{name: size for name, size in sizes.items() if size is not None}}
+    layer = _kda(*(_stated(stated, name) for name in sizes))
     if "kda_layers" in linear:
         return layer, len(linear["kda_layers"]), len(linear["full_attn_layers"])
     return (layer, *_counted(list(config["layer_types"]), "linear_attention"))
