@@ -242,6 +242,15 @@ class Plan:
     request_bytes: int
     max_batch: int | None
 
+    def __str__(self) -> str:
+        window = "" if self.window is None else f", window {self.window}"
+        batch = "" if self.max_batch is None else f", at most {self.max_batch:,} requests"
+        return (
+            f"{self.method} (T = {self.tokens}{window}): {self.state_bytes_per_token:,.0f} state "
+            f"bytes a token, {self.step_us:,.0f} us a step, "
+            f"{self.request_bytes / 2**20:,.1f} MiB a request{batch}"
+        )
+
 
 def plan(
     shape: ModelShape,
