@@ -116,6 +116,15 @@ def test_steps_longer_than_a_usual_window(tokens: str):
     assert json.loads(result.stdout)[-1]["window"] >= int(tokens)
 
 
+def test_window_below_tokens_is_named():
+    """The options are named; methods without a window do not mind it."""
+    short = ("qwen3.5-4b", "--tokens", "4", "--window", "2")
+    result = run(*short)
+    assert result.exit_code == 2
+    assert "--window must be at least --tokens (4), got 2" in words(result.output)
+    assert run(*short, "--method", "snapshot").exit_code == 0
+
+
 def words(output: str) -> str:
     """The text of a framed error on one line."""
     return " ".join(output.replace("│", " ").split())

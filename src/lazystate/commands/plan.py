@@ -41,7 +41,7 @@ def plan(
     ] = 4260.0,
     gpu_memory: Annotated[
         float, typer.Option(min=0, help="GiB of the GPU, to find the largest batch.")
-    ] = 141.0,
+    ] = 139.0,
     weights: Annotated[float, typer.Option(min=0, help="GB taken by weights and the rest.")] = 0.0,
     context: Annotated[
         int, typer.Option(min=0, help="Tokens of KV cache a request holds, where known.")
@@ -71,6 +71,8 @@ def plan(
         kept = float(tokens) if acceptance is None else acceptance
         if not 1 <= kept <= tokens:
             raise ValueError(f"--acceptance must be 1 to --tokens ({tokens}), got {kept}")
+        if window is not None and window < tokens and method in ("all", "replay"):
+            raise ValueError(f"--window must be at least --tokens ({tokens}), got {window}")
         for name, given in (("--gpu-memory", gpu_memory), ("--weights", weights)):
             if not math.isfinite(given):
                 raise ValueError(f"{name} must be a finite number, got {given}")
