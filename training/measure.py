@@ -113,6 +113,9 @@ def evaluate(model: PreTrainedModel, tokenizer: Tokenizer, books: Path, seed: in
     for length, gap in ((64, 256), (256, 1024)):
         tests = synthetic.copy_test(filler, 0, TESTS, length, gap, seed, blank)
         result[f"copy_{length}_tokens_gap_{gap}"] = accuracy(model, tests)[1]
+    tests = synthetic.copy_test(filler, 0, TESTS, 64, 256, seed, blank)
+    alone = [(prompt[-8:], target) for prompt, target in tests]
+    result["copy_64_tokens_without_first"] = accuracy(model, alone)[1]
     return result
 
 
