@@ -15,10 +15,10 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from page import ROOT, write
 from torch import Tensor
 
 import lazystate
@@ -27,10 +27,8 @@ from lazystate.gates import Inputs
 from lazystate.ops import Fold
 from lazystate.reference import recurrence
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "drift.json"
 PAGE = ROOT / "docs" / "measured.md"
-BEGIN, END = "<!-- drift: begin -->\n", "<!-- drift: end -->\n"
 
 TOKENS, WINDOW, HEADS, KEY_DIM, VALUE_DIM = 4096, 16, 16, 32, 32
 LAYERS = ("Mamba-2", "GDN", "KDA, softplus", "KDA, bounded", "GLA")
@@ -168,18 +166,10 @@ def table(record: dict) -> str:
     return "".join(lines)
 
 
-def filled(page: str, record: dict) -> str:
-    """The page with the table between its markers replaced."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + table(record) + END + rest.split(END)[1]
-
-
 def main() -> None:
     """Measure and write, or check."""
     if "--check" in sys.argv[1:]:
-        page = PAGE.read_text("utf8")
-        if filled(page, json.loads(RESULTS.read_text("utf8"))) != page:
-            raise SystemExit("docs/measured.md is behind: run python benchmarks/drift.py")
+        write(PAGE, "drift", table(json.loads(RESULTS.read_text("utf8"))), check=True)
         return
     torch.set_num_threads(1)
     results = []
@@ -199,7 +189,7 @@ def main() -> None:
     }
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n", "utf8")
-    PAGE.write_text(filled(PAGE.read_text("utf8"), record), "utf8")
+    write(PAGE, "drift", table(record), check=False)
 
 
 if __name__ == "__main__":

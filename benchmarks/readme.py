@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+from page import ROOT, write
+
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "compare.json"
-BEGIN, END = "<!-- compare: begin -->\n", "<!-- compare: end -->\n"
 HEAD = """\
 | model | method | drafts | same tokens | max logit difference | state bytes a token | \
 planner | of plain | tokens/s | tokens a step |
@@ -47,20 +45,10 @@ def table(record: dict) -> str:
     return "".join(lines)
 
 
-def filled(readme: str, record: dict) -> str:
-    """The README with the table between its markers replaced."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + table(record) + END + rest.split(END)[1]
-
-
 def main() -> None:
     """Write or check."""
-    readme = README.read_text("utf8")
-    new = filled(readme, json.loads(RESULTS.read_text("utf8")))
-    if "--check" not in sys.argv[1:]:
-        README.write_text(new, "utf8")
-    elif new != readme:
-        raise SystemExit("README.md is behind its numbers: run python benchmarks/readme.py")
+    record = json.loads(RESULTS.read_text("utf8"))
+    write(ROOT / "README.md", "compare", table(record), check="--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "measured.md"
-BEGIN, END = "<!-- kernels: begin -->\n", "<!-- kernels: end -->\n"
+from page import ROOT, write
 
 
 def table(record: dict) -> str:
@@ -48,13 +45,8 @@ def table(record: dict) -> str:
 def main() -> None:
     """Write or check, from the newest result."""
     newest = max((ROOT / "benchmarks" / "results").glob("*/*-decode.json"))
-    page = PAGE.read_text("utf8")
-    before, rest = page.split(BEGIN)
-    new = before + BEGIN + table(json.loads(newest.read_text("utf8"))) + END + rest.split(END)[1]
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(new, "utf8")
-    elif new != page:
-        raise SystemExit("docs/measured.md is behind: run python benchmarks/tables.py")
+    record = json.loads(newest.read_text("utf8"))
+    write(ROOT / "docs" / "measured.md", "kernels", table(record), check="--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from test_house import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import drift
+from page import filled
 
 # Student's t at 15 degrees of freedom: what 16 heads without a trend exceed once in 1,000 runs.
 SIGNIFICANT = 3.73
@@ -43,4 +44,5 @@ def test_a_drift_would_be_seen() -> None:
 def test_the_page_shows_the_numbers() -> None:
     """docs/measured.md is what benchmarks/drift.py writes from its JSON."""
     page = drift.PAGE.read_text("utf8")
-    assert page == drift.filled(page, json.loads(drift.RESULTS.read_text("utf8")))
+    table = drift.table(json.loads(drift.RESULTS.read_text("utf8")))
+    assert page == filled(page, "drift", table)

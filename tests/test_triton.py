@@ -90,6 +90,19 @@ def test_backends_agree(kind, fold, split, monkeypatch):
         assert error(state, expected) <= 2 * state_bound(spec, WINDOW, torch.float32, len(steps))
 
 
+@pytest.mark.parametrize("batch", [16, 64])
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_settings_of_large_batches_agree(kind, batch, monkeypatch):
+    """The launch settings that large batches get by default give PyTorch's results, too."""
+    spec = layer(kind, torch.float32, heads=8, key_heads=2, key_dim=32, value_dim=40)
+    setting = launch.default_launch(spec, batch)
+    monkeypatch.setattr(launch, "default_launch", lambda *_: setting)
+    steps = steps_of(spec)
+    ours, theirs = both(spec, "raw")
+    for out, expected in zip(program(ours, steps), program(theirs, steps), strict=True):
+        assert error(out, expected) <= 2 * output_bound(spec, WINDOW, torch.float32, len(steps))
+
+
 @pytest.mark.parametrize("kind", ["mamba2", "gdn"])
 def test_a_row_does_not_depend_on_its_batch(kind):
     """One row alone gives the bits that it gives among others."""

@@ -90,9 +90,10 @@ def inputs(
         raise ValueError(f"beta: this layer's spec has {needs}, got {beta if beta is None else 1}")
     if beta is not None:
         tensor("beta", beta, (*batch, spec.heads), spec.compute)
-    if skip is not None:
-        is_tensor("skip", skip)
-    if skip is not None and skip.shape not in ((spec.heads,), (spec.heads, spec.value_dim)):
+    if skip is None:
+        return
+    is_tensor("skip", skip)
+    if skip.shape not in ((spec.heads,), (spec.heads, spec.value_dim)):
         raise ValueError(
             f"skip must have shape {[spec.heads]} or {[spec.heads, spec.value_dim]}, got "
             f"{list(skip.shape)}"
@@ -131,12 +132,7 @@ def slots(given: Tensor, total: int, *, padded: bool, repeated: bool) -> Tensor:
 
 def counts(name: str, given: Tensor, rows: int, low: int, high: int) -> Tensor:
     """Integer counts as int64 [rows], each low to high."""
-    is_tensor(name, given)
-    if tuple(given.shape) != (rows,) or given.dtype not in INTEGERS:
-        raise ValueError(
-            f"{name} must be an int32 or int64 tensor of shape [{rows}], got {list(given.shape)} "
-            f"of {given.dtype}"
-        )
+    _integers(name, given, rows)
     if (
         given.device.type == "cpu"
         and rows
@@ -148,12 +144,7 @@ def counts(name: str, given: Tensor, rows: int, low: int, high: int) -> Tensor:
 
 def kept(given: Tensor, slots: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
     """Kept tokens as int64 [B]: 1 to the row's length, 0 on padded rows and rows of length 0."""
-    is_tensor("kept", given)
-    if given.shape != slots.shape or given.dtype not in INTEGERS:
-        raise ValueError(
-            f"kept must be an int32 or int64 tensor of shape {list(slots.shape)}, got "
-            f"{list(given.shape)} of {given.dtype}"
-        )
+    _integers("kept", given, slots.numel())
     if given.device.type == "cpu":
         most = torch.full_like(slots, tokens) if lengths is None else lengths
         most = most.cpu()
@@ -164,3 +155,13 @@ def kept(given: Tensor, slots: Tensor, lengths: Tensor | None, tokens: int) -> T
                 f"kept), got {given.tolist()} for lengths {most.tolist()}"
             )
     return given.to(torch.int64)
+
+
+def _integers(name: str, given: Tensor, rows: int) -> None:
+    """An int32 or int64 tensor [rows]."""
+    is_tensor(name, given)
+    if tuple(given.shape) != (rows,) or given.dtype not in INTEGERS:
+        raise ValueError(
+            f"{name} must be an int32 or int64 tensor of shape [{rows}], got {list(given.shape)} "
+            f"of {given.dtype}"
+        )

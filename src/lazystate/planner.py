@@ -1,6 +1,6 @@
 """What decoding moves and keeps: bytes of state, the best window, memory, the largest batch.
 
-Two models of one thing. `per_head` follows ReplaySSM's appendix C, for one head with a key of its
+Two models of one thing. `HeadBytes` follows ReplaySSM's appendix C, for one head with a key of its
 own; `traffic` counts the bytes of this package's layout, where a key is stored once for the heads
 that share it, and follows the fold rule step by step. Pure functions; bytes and microseconds.
 """
@@ -17,7 +17,6 @@ from lazystate.presets import ModelShape
 from lazystate.spec import LayerSpec
 
 Method = Literal["plain", "snapshot", "replay"]
-METHODS: tuple[Method, ...] = ("plain", "snapshot", "replay")
 
 # State reads and writes of one verify step of T tokens (ReplaySSM Table 3).
 STATE_PASSES = {
@@ -213,14 +212,14 @@ def slot_bytes(
 ) -> int:
     """Memory of one request in one layer: checkpoint or states, ring, convolution inputs."""
     state = state_elements(layer) * checkpoint.itemsize
-    past = (layer.conv_width - 1) * layer.conv_channels * layer.activation.itemsize
-    drafts = tokens * layer.conv_channels * layer.activation.itemsize
+    conv_input = layer.conv_channels * layer.activation.itemsize
+    past = (layer.conv_width - 1) * conv_input
     if method == "plain":
-        return state + max(past, 0)
+        return state + past
+    conv = past + tokens * conv_input
     if method == "snapshot":
-        return (1 + tokens) * state + (past + drafts if layer.conv_channels else 0)
-    ring = (window + tokens) * Record.of(layer, fold).total
-    return state + ring + (past + drafts if layer.conv_channels else 0)
+        return (1 + tokens) * state + conv
+    return state + (window + tokens) * Record.of(layer, fold).total + conv
 
 
 @dataclass(frozen=True)

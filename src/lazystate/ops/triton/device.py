@@ -10,6 +10,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lazystate.spec import LayerSpec
+
+PIECE = 16  # KI
+
+
+def shape_of(spec: LayerSpec) -> dict[str, int | bool]:
+    """The constants that every kernel takes from a layer."""
+    return {
+        "HV": spec.heads,
+        "GROUP": spec.group,
+        "K": spec.key_dim,
+        "KC": triton.cdiv(spec.key_dim, PIECE),
+        "KI": PIECE,
+        "V": spec.value_dim,
+        "ERASE": spec.erase,
+        "CHANNEL": spec.decay == "channel",
+        "HAS_BETA": spec.beta,
+    }
+
 
 @triton.jit
 def load_f32(pointer, mask):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lazystate.ops.pool import Pool
 from lazystate.ops.triton.cursors import Rows
+from lazystate.ops.triton.device import shape_of
 from lazystate.ops.triton.step import step_kernel
 from lazystate.spec import LayerSpec
 
@@ -50,7 +51,7 @@ def step(
     skip: Tensor | None,
     launch: Launch | None = None,
 ) -> Tensor:
-    """One step of one layer, as `lazystate.ops.step`; skip: [HV] or None.
+    """One step of one layer, see `Backend.step`; skip: [HV] or None.
 
     Returns:
         [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length.
@@ -82,19 +83,11 @@ def step(
             *(x.stride(0) for x in rings),
             T=tokens,
             TP=triton.next_power_of_2(tokens),
-            HV=spec.heads,
-            GROUP=spec.group,
             HEADS=launch.heads,
-            K=spec.key_dim,
-            KC=triton.cdiv(spec.key_dim, 16),
-            KI=16,
-            V=spec.value_dim,
             BV=launch.block_v,
             LP=triton.next_power_of_2(pool.window),
             R=records,
-            ERASE=spec.erase,
-            CHANNEL=spec.decay == "channel",
-            HAS_BETA=spec.beta,
+            **shape_of(spec),
             HAS_SKIP=skip is not None,
             RAW=ring.v is not None,
             WHICH=which,

@@ -87,9 +87,9 @@ def step_kernel(
 ):
     """One model step of one layer; WHICH rows: 0 those that do not fold, 1 those that do, 2 all.
 
-    meta: int64 [B, 8] rows, see `Rows`. folds: int32
-    [1 + B], the number of folding rows and their batch rows. The other pointers are the arguments
-    of `Backend.step` and the ring's tensors; strides in elements, all behind a head dense.
+    meta: int64 [B, 8] rows, see `Rows`. folds: int32 [1 + B], the number of folding rows and their
+    batch rows. The other pointers are the arguments of `Backend.step` and the ring's tensors;
+    strides in elements, all behind a head dense.
     """
     H: tl.constexpr = HV // GROUP
     G: tl.constexpr = K if CHANNEL else 1
