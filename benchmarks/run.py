@@ -26,6 +26,7 @@ from lazystate.ops.triton.plain import plain_step
 from lazystate.presets import preset
 
 WINDOW = 16
+TILES = (4, 8, 16)  # heights of the conventional kernel's tile that are tried
 LAYERS = {
     "M1": preset("Nemotron-3-Nano-4B").layer,
     "M2": preset("Nemotron-3-Super-120B").layer,
@@ -89,6 +90,21 @@ def check(spec: LayerSpec, batch: int, tokens: int) -> float:
     return worst
 
 
+def check_plain(spec: LayerSpec) -> float:
+    """The same for one conventional step from loaded states, the worst of all tile heights."""
+    torch.manual_seed(0)
+    cache = cache_of(spec, 1, 6, 1, "torch")
+    rows, step = torch.tensor([4, 0, 5, 2], device="cuda"), inputs(spec, 4, 1)
+    states = cache.materialize(torch.arange(6, device="cuda"))[0]
+    ticket = cache.begin(rows)
+    expected = cache.step(ticket, 0, *step).float()
+    worst = 0.0
+    for block_v in TILES:
+        out = plain_step(spec, states.clone(), rows, rows, *step, block_v=block_v).float()
+        worst = max(worst, float((out - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
 def replay_us(spec: LayerSpec, batch: int, tokens: int, kept: int) -> float:
     """Microseconds of one layer's step at mixed phases, its share of the cursor launches too."""
     state = batch * spec.heads * spec.key_dim * spec.value_dim * 4
@@ -128,12 +144,13 @@ def plain_us(spec: LayerSpec, batch: int) -> float:
 
         return graph_us(run) / len(pools)
 
-    return min(timed(block_v) for block_v in (4, 8, 16))
+    return min(timed(block_v) for block_v in TILES)
 
 
 def decode_rows(name: str, read_gbs: float, copy_gbs: float) -> Iterator[dict]:
     """Standard decoding of one layer over batch sizes, conventional and replay."""
     spec = LAYERS[name]
+    plain_error = check_plain(spec)
     for batch in (1, 8, 32, 128, 256, 512):
         error = check(spec, batch, 1)
         state = batch * spec.heads * spec.key_dim * spec.value_dim * 4
@@ -143,6 +160,7 @@ def decode_rows(name: str, read_gbs: float, copy_gbs: float) -> Iterator[dict]:
         yield {
             **shared,
             "method": "plain",
+            "error": plain_error,
             "window": None,
             "us": plain,
             "floor_us": 2 * state / copy_gbs / 1e3,
