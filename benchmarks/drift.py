@@ -18,7 +18,6 @@ import sys
 from typing import NamedTuple
 
 import torch
-from page import ROOT, write
 from torch import Tensor
 
 import lazystate
@@ -26,6 +25,7 @@ from lazystate import LayerSpec, StateCache, gates
 from lazystate.gates import Inputs
 from lazystate.ops import Fold
 from lazystate.reference import recurrence
+from page import ROOT, write
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "drift.json"
 PAGE = ROOT / "docs" / "measured.md"

@@ -1,4 +1,4 @@
-"""Write docs/measured.md's table of kernel times from benchmarks/results/<gpu>/*-decode.json.
+"""Write docs/measured.md's table of kernel times from benchmarks/results/<gpu>/*-kernels.json.
 
 With `--check`, only say whether the page is up to date.
 """
@@ -44,7 +44,7 @@ def table(record: dict) -> str:
 
 def main() -> None:
     """Write or check, from the newest result."""
-    newest = max((ROOT / "benchmarks" / "results").glob("*/*-decode.json"))
+    newest = max((ROOT / "benchmarks" / "results").glob("*/*-kernels.json"))
     record = json.loads(newest.read_text("utf8"))
     write(ROOT / "docs" / "measured.md", "kernels", table(record), check="--check" in sys.argv[1:])
 

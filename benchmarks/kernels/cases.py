@@ -1,0 +1,126 @@
+"""What is measured: layers, cases, and the least time that a case's state traffic takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from lazystate import LayerSpec
+from lazystate.planner import step_us
+from lazystate.presets import preset
+
+WINDOW = 16
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WINDOWS = (4, 8, 16, 32, 64)
+VERIFY = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+COLD_BYTES = 400e6  # of distinct state, so that no replay finds any of it in L2 (60 MB on an H200)
+LAYERS = {
+    name: replace(preset(model).layer, conv_channels=0, conv_width=0)
+    for name, model in {
+        "M1": "Nemotron-3-Nano-4B",
+        "M2": "Nemotron-3-Super-120B",
+        "G1": "Qwen3.5-4B",
+        "G2": "Qwen3.5-122B-A10B",
+        # One KDA row stands for both gates: steps take log-decays, whatever made them.
+        "K1": "GLM-5.3-Flash",
+    }.items()
+}
+
+
+class Ceilings(NamedTuple):
+    """GB/s of a plain read, and of a copy counting bytes read and written."""
+
+    read: float
+    copy: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        layer: its name. spec: its shape, without a convolution. batch: B.
+        tokens: T of a step. kept: tokens of a step that are committed, 1 to T.
+        window: L of replay. checkpoint: dtype of the state.
+    """
+
+    layer: str
+    spec: LayerSpec
+    batch: int
+    tokens: int = 1
+    kept: int = 1
+    window: int = WINDOW
+    checkpoint: torch.dtype = torch.float32
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the batch's states in one layer."""
+        spec = self.spec
+        elements = spec.heads * spec.key_dim * spec.value_dim
+        return self.batch * elements * self.checkpoint.itemsize
+
+    @property
+    def period(self) -> int:
+        """Steps from one fold of a row to its next: it folds where held + T > L."""
+        return (self.window - self.tokens) // self.kept + 1
+
+    def copies(self, largest: int = 64) -> int:
+        """Layers that a graph goes through: enough for a cold L2, and to share the cursors."""
+        return min(max(4, int(COLD_BYTES / self.state_bytes) + 1), largest)
+
+    def moved(self, method: str) -> tuple[float, float]:
+        """Bytes of state that one step of the batch (read, writes), records not counted.
+
+        Args:
+            method: plain, snapshot, replay (over a whole cycle), fold or read (one step of rows
+                that all fold, or that do not).
+        """
+        writes = {
+            "plain": 1.0,
+            "snapshot": float(self.tokens),
+            "replay": 1 / self.period,
+            "fold": 1.0,
+            "read": 0.0,
+        }
+        return self.state_bytes, self.state_bytes * writes[method]
+
+    def floor_us(self, method: str, ceilings: Ceilings) -> float:
+        """Microseconds that these bytes take: read at read, read and written at copy bandwidth."""
+        return step_us(*self.moved(method), ceilings.read, ceilings.copy)
+
+
+def row(
+    case: Case,
+    bench: str,
+    method: str,
+    us: float | None,
+    *,
+    floor_us: float | None,
+    error: float,
+    conventional_us: float | None = None,
+    impl: str = "lazystate",
+    phases: str = "mixed",
+    **more: Any,
+) -> dict[str, Any]:
+    """A row of the results; us is microseconds of one step of one layer, None if it was wrong."""
+    return {
+        "bench": bench,
+        "layer": case.layer,
+        "batch": case.batch,
+        "tokens": case.tokens,
+        "kept": case.kept,
+        "impl": impl,
+        "method": method,
+        "view": "full",
+        "checkpoint": str(case.checkpoint).removeprefix("torch."),
+        "window": case.window if method == "replay" else None,
+        "phases": phases,
+        "us": us,
+        "floor_us": floor_us,
+        "ratio": us / floor_us if us and floor_us else None,
+        "conventional_us": conventional_us,
+        "error": error,
+        **more,
+    }

@@ -1,0 +1,88 @@
+"""Is what is timed right? Some of its rows, against the PyTorch backend, at its own batch size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cases import Case
+from kernels.runs import Plain, Replay
+from lazystate import StateCache
+from timing import DEVICE
+
+SAMPLE = 16  # rows that are followed
+# Outputs are rounded to eight bits, corrections to eleven; a wrong row is off by 1.
+BOUND = 1e-2
+
+
+def difference(outs: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference relative to the largest expected entry; NaN if anything is NaN."""
+    one, other = torch.stack(outs).float(), torch.stack(expected).float()
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def replay_error(run: Replay) -> float:
+    """Error of the first layer's outputs over the first cycle and a step: every row has folded.
+
+    The rows that are followed are copied into a cache of the PyTorch backend, records and phases
+    included, which takes the same steps.
+    """
+    case = run.case
+    picked = _picked(case.batch)
+    twin = StateCache(
+        case.spec,
+        len(picked),
+        window=case.window,
+        max_tokens=case.tokens,
+        checkpoint=case.checkpoint,
+        device=DEVICE,
+        backend="torch",
+    )
+    slots = torch.arange(len(picked), device=DEVICE)
+    held = run.cache.export(run.rows[picked])
+    twin.import_(slots, {name: held[name] for name in twin.export(slots)})
+    step = [x[picked] for x in run.steps[0]]
+    kept = None if run.kept is None else run.kept[picked]
+    outs, expected = [], []
+    for _ in range(case.period + 1):
+        outs.append(run.step()[picked])
+        ticket = twin.begin(slots, case.tokens)
+        expected.append(twin.step(ticket, 0, *step))
+        twin.commit(ticket, kept)
+    return difference(outs, expected)
+
+
+def plain_error(run: Plain, tile: dict[str, Any]) -> float:
+    """Error of one conventional step, outputs and the last state; the pool is changed by it."""
+    case = run.case
+    picked = _picked(case.batch)
+    twin = _fresh(case, run.pools[0][run.source[picked]])
+    slots = torch.arange(len(picked), device=DEVICE)
+    out = run.step(tile)[picked]
+    ticket = twin.begin(slots, case.tokens)
+    expected = twin.step(ticket, 0, *(x[picked] for x in run.steps[0]))
+    twin.commit(ticket)
+    last = run.target[picked] if run.target.dim() == 1 else run.target[picked, -1]
+    (state,) = twin.materialize(slots)
+    return max(difference([out], [expected]), difference([run.pools[0][last]], [state]))
+
+
+def _fresh(case: Case, states: Tensor) -> StateCache:
+    twin = StateCache(
+        case.spec,
+        len(states),
+        window=max(case.window, case.tokens),
+        max_tokens=case.tokens,
+        checkpoint=case.checkpoint,
+        device=DEVICE,
+        backend="torch",
+    )
+    twin.load(torch.arange(len(states), device=DEVICE), [states])
+    return twin
+
+
+def _picked(batch: int) -> Tensor:
+    """Batch rows that are followed, spread over the batch."""
+    return torch.linspace(0, batch - 1, min(SAMPLE, batch), device=DEVICE).long()

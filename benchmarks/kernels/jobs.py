@@ -1,0 +1,142 @@
+"""The run as a list of small jobs, most wanted first, within a time budget and over processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import measure
+from kernels.cases import LAYERS, VERIFY, WINDOWS, Case, Ceilings
+
+Row = dict[str, Any]
+Rows = Callable[[Case, Ceilings, bool], Iterator[Row]]
+WANTED = (512, 256, 128, 32, 1, 8, 64, 16, 4, 2)  # batches, so that a run cut short has the first
+
+
+@dataclass(frozen=True)
+class Job:
+    """A few seconds of work.
+
+    Attributes:
+        part: what it belongs to. rows: measures the case, or with dry=True only compiles for it.
+    """
+
+    part: str
+    case: Case
+    rows: Rows
+
+    def __str__(self) -> str:
+        case = self.case
+        return f"{self.part} {case.layer} B {case.batch} T {case.tokens} L {case.window}"
+
+    @property
+    def compiles(self) -> Hashable:
+        """Equal for jobs that need the same compiled kernels, which batches often share."""
+        case = self.case
+        settings = [measure.launch_of(case), *measure.tiles(case, snapshots=case.tokens > 1)]
+        special = case.batch == 1, case.batch % 16 == 0
+        return self.part, case.layer, case.tokens, case.window, str(settings), special
+
+
+@dataclass
+class Report:
+    """What a run left out.
+
+    Attributes:
+        skipped: jobs for which there was no time. failed: jobs that raised, and what.
+    """
+
+    skipped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+def jobs(parts: Sequence[str], layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    """The jobs of some parts, in the order of the parts."""
+    made = {"decode": _decode, "verify": _verify, "fold": _fold, "window": _window}
+    return [job for part in parts if part in made for job in made[part](layers, batches)]
+
+
+def run(
+    todo: Sequence[Job], ceilings: Ceilings, deadline: float, keep: Callable[[Row], None]
+) -> Report:
+    """Run the jobs and `keep` every row; none is begun after the deadline (time.monotonic)."""
+    report = Report()
+    for job in todo:
+        if time.monotonic() > deadline:
+            report.skipped.append(str(job))
+            continue
+        try:
+            for found in job.rows(job.case, ceilings, False):
+                keep(found)
+        except Exception as error:  # the others can still be measured
+            traceback.print_exc()
+            report.failed.append(f"{job}: {type(error).__name__}: {error}"[:400])
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return report
+
+
+def dry(todo: Sequence[Job], part: int, parts: int) -> None:
+    """Compile what every `parts`-th job needs, from number `part` on."""
+    different = list({job.compiles: job for job in todo}.values())
+    for job in different[part::parts]:
+        try:
+            for _ in job.rows(job.case, Ceilings(1.0, 1.0), True):
+                pass
+        except Exception as error:  # the timed run reports it again, in its place
+            print(f"compiling for {job}: {error}"[:400], file=sys.stderr)
+
+
+def warm(script: Path, arguments: Sequence[str], processes: int) -> float:
+    """Run the script's --dry shards side by side; seconds that it took."""
+    begun = time.monotonic()
+    started = [
+        subprocess.Popen([sys.executable, script, *arguments, "--dry", f"{i}/{processes}"])
+        for i in range(processes)
+    ]
+    for process in started:
+        process.wait()
+    return time.monotonic() - begun
+
+
+def _decode(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    order = sorted(batches, key=lambda b: WANTED.index(b) if b in WANTED else len(WANTED))
+    cases = [Case(name, LAYERS[name], batch) for batch in order for name in layers]
+    return [Job("decode", case, measure.decode) for case in cases]
+
+
+def _verify(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    order = sorted(VERIFY, key=lambda tokens: tokens not in (4, 8))
+    batch = min(256, max(batches))
+    return [
+        Job("verify", Case(name, LAYERS[name], batch, tokens), measure.verify)
+        for tokens in order
+        for name in layers
+        if name in ("M2", "G2") or tokens == 4
+    ]
+
+
+def _fold(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    cases = [Case(name, LAYERS[name], batch) for batch in _large(batches) for name in layers]
+    return [Job("fold", case, measure.fold) for case in cases]
+
+
+def _window(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    return [
+        Job("window", Case(name, LAYERS[name], batch, window=window), measure.window)
+        for batch in _large(batches)
+        for window in WINDOWS
+        for name in layers
+    ]
+
+
+def _large(batches: Sequence[int]) -> list[int]:
+    return [batch for batch in (256, 512) if batch in batches] or [max(batches)]

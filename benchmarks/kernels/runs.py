@@ -1,0 +1,134 @@
+"""What is timed: replay at mixed phases, and the conventional kernel, over layers for a cold L2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+from kernels.cases import Case
+from lazystate import LayerSpec, StateCache
+from lazystate.ops import BackendName
+from lazystate.ops.triton.plain import plain_step
+from timing import DEVICE
+
+INPUT_SETS = 8  # layers take turns with them
+
+
+def inputs(spec: LayerSpec, batch: int, tokens: int) -> list[Tensor]:
+    """Random prepared inputs of a step: unit keys, mild decays."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, tokens, *shape, device=DEVICE)
+
+    k = normalize(normal(spec.key_heads, spec.key_dim), dim=-1)
+    q, v = normal(spec.key_heads, spec.key_dim), normal(spec.heads, spec.value_dim)
+    log_decay = -softplus(normal(*spec.decay_shape) - 3)
+    step = [x.to(spec.activation) for x in (q, k, v)] + [log_decay]
+    return [*step, torch.sigmoid(normal(spec.heads))] if spec.beta else step
+
+
+class Replay:
+    """Replay decoding with rows spread evenly over the steps between two folds.
+
+    They start from loaded states with a first cycle that is shorter by their phase, so after one
+    `cycle` of steps all records are real ones and every later cycle ends where it began.
+
+    Attributes:
+        cache: `layers` equal layers, of which each has states and records of its own.
+        rows: int64 [B], slots in no order. steps: input sets of a step.
+    """
+
+    def __init__(self, case: Case, layers: int, backend: BackendName = "triton") -> None:
+        self.case, self.layers = case, layers
+        self.cache = StateCache(
+            [case.spec] * layers,
+            case.batch,
+            window=case.window,
+            max_tokens=case.tokens,
+            checkpoint=case.checkpoint,
+            device=DEVICE,
+            backend=backend,
+        )
+        self.rows = torch.randperm(case.batch, device=DEVICE)
+        state = torch.randn(case.batch, *case.spec.state_shape, device=DEVICE) * 0.1
+        phase = torch.arange(case.batch, device=DEVICE) % case.period * case.kept
+        self.cache.load(self.rows, [state] * layers, phase=phase)
+        sets = min(layers, INPUT_SETS)
+        self.steps = [inputs(case.spec, case.batch, case.tokens) for _ in range(sets)]
+        self.kept = None
+        if case.kept < case.tokens:
+            self.kept = torch.full((case.batch,), case.kept, device=DEVICE)
+
+    def together(self, held: int) -> None:
+        """Put all rows at one phase: `held` committed records."""
+        self.cache._cursors.filled.fill_(held)
+
+    def step(self) -> Tensor:
+        """One model step; the first layer's outputs [B, T, HV, V]."""
+        ticket = self.cache.begin(self.rows, self.case.tokens)
+        out = self._layers(lambda i, x: self.cache.step(ticket, i, *x))
+        self.cache.commit(ticket, self.kept)
+        return out
+
+    def cycle(self) -> None:
+        """As many steps as lie between two folds."""
+        for _ in range(self.case.period):
+            self.step()
+
+    def stand(self) -> None:
+        """One model step that is not committed, so that it can be repeated."""
+        cache, backend = self.cache, self.cache._backend
+        tokens, records = self.case.tokens, cache._records
+        rows = backend.begin(cache._cursors, self.rows, None, tokens, cache.window, records)
+
+        def one(layer: int, x: list[Tensor]) -> Tensor:
+            q, k, v, log_decay, *beta = x
+            strength = beta[0] if beta else None
+            return backend.step(cache._pools[layer], rows, q, k, v, log_decay, strength, None)
+
+        self._layers(one)
+
+    def _layers(self, one: Callable[[int, list[Tensor]], Tensor]) -> Tensor:
+        outs = [one(i, self.steps[i % len(self.steps)]) for i in range(self.layers)]
+        return outs[0]
+
+
+class Plain:
+    """Conventional decoding of T tokens, with `snapshots` a state after each of them.
+
+    Attributes:
+        pools: states [slots, HV, V, K] of each layer; a row's slots lie one after the other.
+    """
+
+    def __init__(self, case: Case, layers: int, *, snapshots: bool = False) -> None:
+        self.case = case
+        each = 1 + case.tokens if snapshots else 1
+        shape = (case.batch * each, *case.spec.state_shape)
+        self.pools = [
+            torch.randn(shape, device=DEVICE).mul_(0.1).to(case.checkpoint) for _ in range(layers)
+        ]
+        self.source = torch.randperm(case.batch, device=DEVICE) * each
+        self.target = self.source
+        if snapshots:
+            self.target = self.source[:, None] + 1 + torch.arange(case.tokens, device=DEVICE)
+        sets = min(layers, INPUT_SETS)
+        self.steps = [inputs(case.spec, case.batch, case.tokens) for _ in range(sets)]
+
+    def step(self, tile: dict[str, Any]) -> Tensor:
+        """One step of every layer; the first layer's outputs [B, T, HV, V]."""
+        outs = [
+            plain_step(
+                self.case.spec,
+                pool,
+                self.source,
+                self.target,
+                *self.steps[i % len(self.steps)],
+                **tile,
+            )
+            for i, pool in enumerate(self.pools)
+        ]
+        return outs[0]
