@@ -55,10 +55,10 @@ def meta(arguments: argparse.Namespace, measured: Ceilings) -> dict[str, Any]:
     """Where and how the numbers were taken."""
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": arguments.commit or _output("git", "rev-parse", "--short", "HEAD"),
+        "commit": arguments.commit or output("git", "rev-parse", "--short", "HEAD"),
         "date": arguments.date,
         "read_gbs": measured.read,
         "copy_gbs": measured.copy,
@@ -125,7 +125,8 @@ def _end(path: Path, report: Report, rows: list[dict[str, Any]]) -> None:
         raise SystemExit(f"{wrong} kernels gave wrong outputs, {len(report.failed)} jobs failed")
 
 
-def _output(*command: str) -> str:
+def output(*command: str) -> str:
+    """What a command prints, "unknown" where it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

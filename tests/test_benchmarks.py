@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from lazystate.ops.tables import read
+from lazystate.ops.triton.launch import default_launch
 from samples import layer
 from test_house import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from kernels import checks, jobs, measure
+import tune
+from kernels import checks, jobs, measure, tuning
 from kernels.cases import LAYERS, Case, Ceilings
 from kernels.runs import Replay
 
@@ -33,6 +37,7 @@ def small(monkeypatch):
     """Few layers, and one tile height."""
     monkeypatch.setattr(Case, "copies", lambda *_: 2)
     monkeypatch.setattr(measure, "TILES", ({"block_v": 16, "warps": 1},))
+    monkeypatch.setattr(tuning, "REPEATS", 2)
 
 
 @pytest.mark.parametrize("tokens, kept, folds", [(1, 1, 4), (2, 1, 3), (2, 2, 2), (4, 4, 1)])
@@ -90,7 +95,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch):
     """A row whose output is off has an error and no time."""
     step = Replay.step
     for factor in (1.02, float("nan")):
-        monkeypatch.setattr(Replay, "step", lambda self, by=factor: step(self) * by)
+        monkeypatch.setattr(Replay, "step", lambda self, _=None, by=factor: step(self) * by)
         us, error = measure.time_replay(case(batch=2))
         assert us is None and not error <= checks.BOUND
 
@@ -129,3 +134,57 @@ def test_compiling_ahead_runs_every_kernel_once():
     for job in (measure.decode, measure.fold, measure.window):
         assert not list(job(case(), CEILINGS, True))
     assert not list(measure.verify(case(tokens=2), CEILINGS, True))
+
+
+def test_tuning_keeps_the_fastest_that_passes(monkeypatch, capsys):
+    """The fastest setting wins unless it is wrong or not repeatable: then it is refused by name."""
+    one = tuning.Trial("replay", case(), settings_of(case().spec))
+    times = [(setting, 10.0 + n) for n, setting in enumerate(one.settings)]
+    monkeypatch.setattr(tuning, "time_replay", lambda _: times)
+    assert tuning.search(one) == times[0]
+    monkeypatch.setattr(tuning, "repeats", lambda _, launch, __: asdict(launch) != times[0][0])
+    assert tuning.search(one) == times[1]
+    assert "refused" in capsys.readouterr().out
+    step = Replay.step
+    monkeypatch.setattr(Replay, "step", lambda self, launch=None: step(self, launch) * 1.02)
+    assert tuning.search(one) is None
+
+
+def settings_of(spec) -> tuple:
+    """Two tile heights over the default setting."""
+    start = asdict(default_launch(spec, 2))
+    return tuple(tuning.combinations({"block_v": (8, 16)}, start))
+
+
+@SLOW
+@pytest.mark.parametrize("method, tokens", [("replay", 1), ("plain", 1), ("snapshot", 2)])
+def test_tuning_runs(method, tokens):
+    """Candidates are compiled, timed and checked; one is found."""
+    one = case(tokens=tokens, kept=tokens)
+    tiles = tuple({"block_v": height, "warps": 1} for height in (8, 16))
+    trial = tuning.Trial(method, one, settings_of(one.spec) if method == "replay" else tiles)
+    tuning.compile_part([trial], 0, 2)
+    setting, us = tuning.search(trial)
+    assert setting in trial.settings and us > 0
+
+
+def test_trials_are_valid():
+    """Plain for one token, snapshots for more; every tile divides the work."""
+    todo = tuning.trials(["replay", "plain", "snapshot"], ["M1", "K1"], [1, 64], [1, 4], {})
+    found = {(trial.method, trial.case.tokens) for trial in todo}
+    assert found == {("replay", 1), ("plain", 1), ("replay", 4), ("snapshot", 4)}
+    assert all(trial.settings for trial in todo)
+    assert all(tuning.valid(t.case.spec, setting) for t in todo for setting in t.settings)
+
+
+def test_a_table_is_merged(tmp_path):
+    """New entries take the place of old ones; the file is read back as it was written."""
+    trial = tuning.Trial("plain", case(), ())
+    old = tune.entry(trial, {"block_v": 8}, 9.0)
+    new = tune.entry(trial, {"block_v": 16}, 8.0)
+    other = tune.entry(tuning.Trial("plain", case(batch=4), ()), {"block_v": 4}, 7.0)
+    tune.write(tmp_path / "gpu.json", {"gpu": "GPU"}, tune.merged([old, other], [new]))
+    table = json.loads((tmp_path / "gpu.json").read_text())
+    assert table["gpu"] == "GPU"
+    assert [one["setting"]["block_v"] for one in table["entries"]] == [16, 4]
+    assert len(read(table)) == 2

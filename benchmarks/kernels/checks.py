@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.cases import Case
 from kernels.runs import Plain, Replay
 from lazystate import StateCache
+from lazystate.ops.triton.launch import Launch
 from timing import DEVICE
 
 SAMPLE = 16  # rows that are followed
@@ -23,7 +24,7 @@ def difference(outs: list[Tensor], expected: list[Tensor]) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
-def replay_error(run: Replay) -> float:
+def replay_error(run: Replay, launch: Launch | None = None) -> float:
     """Error of the first layer's outputs over the first cycle and a step: every row has folded.
 
     The rows that are followed are copied into a cache of the PyTorch backend, records and phases
@@ -47,11 +48,26 @@ def replay_error(run: Replay) -> float:
     kept = None if run.kept is None else run.kept[picked]
     outs, expected = [], []
     for _ in range(case.period + 1):
-        outs.append(run.step()[picked])
+        outs.append(run.step(launch)[picked])
         ticket = twin.begin(slots, case.tokens)
         expected.append(twin.step(ticket, 0, *step))
         twin.commit(ticket, kept)
     return difference(outs, expected)
+
+
+def repeats(run: Replay, launch: Launch | None, times: int) -> bool:
+    """Whether a cycle from the same records gives the same bits, outputs and states, every time."""
+    held = run.cache.export(run.rows)
+    results = []
+    for _ in range(times):
+        run.cache.import_(run.rows, held)
+        outs = [run.step(launch) for _ in range(run.case.period)]
+        results.append([*outs, *run.cache.materialize(run.rows)])
+    return all(
+        torch.equal(one, first)
+        for found in results[1:]
+        for one, first in zip(found, results[0], strict=True)
+    )
 
 
 def plain_error(run: Plain, tile: dict[str, Any]) -> float:

@@ -12,6 +12,7 @@ from torch.nn.functional import normalize, softplus
 from kernels.cases import Case
 from lazystate import LayerSpec, StateCache
 from lazystate.ops import BackendName
+from lazystate.ops.triton.launch import Launch, step
 from lazystate.ops.triton.plain import plain_step
 from timing import DEVICE
 
@@ -67,34 +68,41 @@ class Replay:
         """Put all rows at one phase: `held` committed records."""
         self.cache._cursors.filled.fill_(held)
 
-    def step(self) -> Tensor:
-        """One model step; the first layer's outputs [B, T, HV, V]."""
+    def step(self, launch: Launch | None = None) -> Tensor:
+        """One model step, of a given launch setting; the first layer's outputs [B, T, HV, V]."""
+        self.cache._open = None  # a setting that did not run has left its step open
         ticket = self.cache.begin(self.rows, self.case.tokens)
-        out = self._layers(lambda i, x: self.cache.step(ticket, i, *x))
+
+        def one(layer: int, x: list[Tensor]) -> Tensor:
+            if launch is None:
+                return self.cache.step(ticket, layer, *x)
+            ticket._stepped.add(layer)
+            return step(self.cache._pools[layer], ticket._rows, *_all(x), launch=launch)
+
+        out = self._layers(one)
         self.cache.commit(ticket, self.kept)
         return out
 
-    def cycle(self) -> None:
-        """As many steps as lie between two folds."""
-        for _ in range(self.case.period):
-            self.step()
+    def cycle(self, launch: Launch | None = None, steps: int | None = None) -> None:
+        """As many steps as lie between two folds, or a given number."""
+        for _ in range(steps or self.case.period):
+            self.step(launch)
 
     def stand(self) -> None:
         """One model step that is not committed, so that it can be repeated."""
         cache, backend = self.cache, self.cache._backend
         tokens, records = self.case.tokens, cache._records
         rows = backend.begin(cache._cursors, self.rows, None, tokens, cache.window, records)
-
-        def one(layer: int, x: list[Tensor]) -> Tensor:
-            q, k, v, log_decay, *beta = x
-            strength = beta[0] if beta else None
-            return backend.step(cache._pools[layer], rows, q, k, v, log_decay, strength, None)
-
-        self._layers(one)
+        self._layers(lambda layer, x: backend.step(cache._pools[layer], rows, *_all(x)))
 
     def _layers(self, one: Callable[[int, list[Tensor]], Tensor]) -> Tensor:
         outs = [one(i, self.steps[i % len(self.steps)]) for i in range(self.layers)]
         return outs[0]
+
+
+def _all(x: list[Tensor]) -> tuple[Any, ...]:
+    """(q, k, v, log_decay, beta or None, no skip)."""
+    return (*x, *(None for _ in range(6 - len(x))))
 
 
 class Plain:

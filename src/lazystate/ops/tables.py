@@ -96,11 +96,12 @@ def nearest(
         work = far(entry.batch * entry.shape["heads"], batch * spec.heads)
         return far(entry.tokens, tokens), far(entry.window, window), work
 
-    fitting = [entry for entry in table if entry.method == method and _fits(entry, spec)]
+    fitting = [entry for entry in table if entry.method == method and like(entry, spec)]
     return min(fitting, key=distance, default=None)
 
 
-def _fits(entry: Entry, spec: LayerSpec) -> bool:
+def like(entry: Entry, spec: LayerSpec) -> bool:
+    """Whether an entry's layer differs from a layer in the number of its heads at most."""
     own, shape = shape_of(spec), entry.shape
     alike = all(own[name] == shape[name] for name in ("key_dim", "value_dim", "decay", "erase"))
     return alike and shape["heads"] == spec.group * shape["key_heads"]
