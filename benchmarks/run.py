@@ -30,7 +30,7 @@ from kernels.jobs import Report, dry, jobs, run, warm
 from lazystate.ops.tables import slug
 from timing import ceilings
 
-PARTS = ("decode", "verify", "fold", "window")
+PARTS = ("decode", "verify", "fold", "peers", "window")
 
 
 def options() -> argparse.ArgumentParser:

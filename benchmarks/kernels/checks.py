@@ -31,24 +31,24 @@ def replay_error(run: Replay, launch: Launch | None = None) -> float:
     included, which takes the same steps.
     """
     case = run.case
-    picked = _picked(case.batch)
+    rows = picked(case.batch)
     twin = StateCache(
         case.spec,
-        len(picked),
+        len(rows),
         window=case.window,
         max_tokens=case.tokens,
         checkpoint=case.checkpoint,
         device=DEVICE,
         backend="torch",
     )
-    slots = torch.arange(len(picked), device=DEVICE)
-    held = run.cache.export(run.rows[picked])
+    slots = torch.arange(len(rows), device=DEVICE)
+    held = run.cache.export(run.rows[rows])
     twin.import_(slots, {name: held[name] for name in twin.export(slots)})
-    step = [x[picked] for x in run.steps[0]]
-    kept = None if run.kept is None else run.kept[picked]
+    step = [x[rows] for x in run.steps[0]]
+    kept = None if run.kept is None else run.kept[rows]
     outs, expected = [], []
     for _ in range(case.period + 1):
-        outs.append(run.step(launch)[picked])
+        outs.append(run.step(launch)[rows])
         ticket = twin.begin(slots, case.tokens)
         expected.append(twin.step(ticket, 0, *step))
         twin.commit(ticket, kept)
@@ -73,19 +73,20 @@ def repeats(run: Replay, launch: Launch | None, times: int) -> bool:
 def plain_error(run: Plain, tile: dict[str, Any]) -> float:
     """Error of one conventional step, outputs and the last state; the pool is changed by it."""
     case = run.case
-    picked = _picked(case.batch)
-    twin = _fresh(case, run.pools[0][run.source[picked]])
-    slots = torch.arange(len(picked), device=DEVICE)
-    out = run.step(tile)[picked]
+    rows = picked(case.batch)
+    twin = fresh(case, run.pools[0][run.source[rows]])
+    slots = torch.arange(len(rows), device=DEVICE)
+    out = run.step(tile)[rows]
     ticket = twin.begin(slots, case.tokens)
-    expected = twin.step(ticket, 0, *(x[picked] for x in run.steps[0]))
+    expected = twin.step(ticket, 0, *(x[rows] for x in run.steps[0]))
     twin.commit(ticket)
-    last = run.target[picked] if run.target.dim() == 1 else run.target[picked, -1]
+    last = run.target[rows] if run.target.dim() == 1 else run.target[rows, -1]
     (state,) = twin.materialize(slots)
     return max(difference([out], [expected]), difference([run.pools[0][last]], [state]))
 
 
-def _fresh(case: Case, states: Tensor) -> StateCache:
+def fresh(case: Case, states: Tensor) -> StateCache:
+    """A cache of the PyTorch backend that has loaded the states [n, HV, V, K] of a layer."""
     twin = StateCache(
         case.spec,
         len(states),
@@ -99,6 +100,6 @@ def _fresh(case: Case, states: Tensor) -> StateCache:
     return twin
 
 
-def _picked(batch: int) -> Tensor:
+def picked(batch: int) -> Tensor:
     """Batch rows that are followed, spread over the batch."""
     return torch.linspace(0, batch - 1, min(SAMPLE, batch), device=DEVICE).long()

@@ -60,7 +60,7 @@ class Report:
 
 def jobs(parts: Sequence[str], layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
     """The jobs of some parts, in the order of the parts."""
-    made = {"decode": _decode, "verify": _verify, "fold": _fold, "window": _window}
+    made = {"decode": _decode, "verify": _verify, "fold": _fold, "window": _window, "peers": _peers}
     return [job for part in parts if part in made for job in made[part](layers, batches)]
 
 
@@ -136,6 +136,12 @@ def _window(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
         for window in WINDOWS
         for name in layers
     ]
+
+
+def _peers(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    import peers
+
+    return [Job("peers", case, peers.rows) for case in peers.cases(layers, batches)]
 
 
 def _large(batches: Sequence[int]) -> list[int]:
