@@ -1,7 +1,8 @@
 """Does folding drift? The state's error against FP64, window after window, raw and cached fold.
 
-    python benchmarks/drift.py            # measure, keep the numbers, write docs/measured.md
-    python benchmarks/drift.py --check    # only say whether docs/measured.md is up to date
+    python benchmarks/drift.py                  # measure, keep the numbers, write docs/measured.md
+    python benchmarks/drift.py --check          # only say whether docs/measured.md is up to date
+    python benchmarks/drift.py --device cuda    # the GPU's kernels, see kernels/folding.py
 
 One request of 16 independent heads decodes 4,096 tokens with BF16 inputs, an FP32 checkpoint and a
 window of 16. After every window the state is materialised and compared with the FP64 recurrence on
@@ -32,7 +33,6 @@ PAGE = ROOT / "docs" / "measured.md"
 
 TOKENS, WINDOW, HEADS, KEY_DIM, VALUE_DIM = 4096, 16, 16, 32, 32
 LAYERS = ("Mamba-2", "GDN", "KDA, softplus", "KDA, bounded", "GLA")
-SETTLED = TOKENS // WINDOW // 4  # windows in which a fresh state still grows
 
 
 class Trend(NamedTuple):
@@ -52,7 +52,7 @@ class Trend(NamedTuple):
     t: float
 
 
-def layer(name: str) -> LayerSpec:
+def layer(name: str, activation: torch.dtype = torch.bfloat16) -> LayerSpec:
     """The layer of a name."""
     channel, erase = name.startswith(("KDA", "GLA")), name.startswith(("KDA", "GDN"))
     return LayerSpec(
@@ -63,15 +63,18 @@ def layer(name: str) -> LayerSpec:
         decay="channel" if channel else "scalar",
         erase=erase,
         beta=name != "GLA",
+        activation=activation,
     )
 
 
-def inputs(name: str, seed: int = 0) -> Inputs:
-    """One request's BF16 inputs [1, T, ...], gated as a freshly initialised model gates."""
+def inputs(
+    name: str, seed: int = 0, activation: torch.dtype = torch.bfloat16, tokens: int = TOKENS
+) -> Inputs:
+    """One request's inputs [1, T, ...], gated as a freshly initialised model gates."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(1, TOKENS, HEADS, *shape, generator=generator).bfloat16()
+        return torch.randn(1, tokens, HEADS, *shape, generator=generator).to(activation)
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * torch.rand(shape, generator=generator)
@@ -99,13 +102,14 @@ def inputs(name: str, seed: int = 0) -> Inputs:
 
 def truth(name: str, given: Inputs) -> Tensor:
     """FP64 states after every window: [windows, HV, V, K]."""
-    spec, states = layer(name), []
-    state = torch.zeros(spec.state_shape, dtype=torch.float64)
+    states = []
     q, k, v, log_decay, beta, _ = given
-    for t in range(TOKENS):
+    shape = v.shape[2], v.shape[3], k.shape[3]
+    state = torch.zeros(shape, dtype=torch.float64, device=v.device)
+    for t in range(v.shape[1]):
         strength = None if beta is None else beta[0, t]
         own = q[0, t], k[0, t], v[0, t], log_decay[0, t], strength
-        _, state = recurrence.token(state, *own, erase=spec.erase)
+        _, state = recurrence.token(state, *own, erase=layer(name).erase)
         if (t + 1) % WINDOW == 0:
             states.append(state)
     return torch.stack(states)
@@ -122,13 +126,18 @@ def errors(name: str, fold: Fold, given: Inputs, expected: Tensor) -> Tensor:
         cache.commit(ticket)
         if (t + 1) % WINDOW == 0:
             found.append(cache.materialize(slot)[0][0].double())
-    difference = torch.stack(found) - expected
+    return relative(torch.stack(found), expected)
+
+
+def relative(found: Tensor, expected: Tensor) -> Tensor:
+    """Relative Frobenius error of states [windows, HV, V, K]: [windows, HV]."""
+    difference = found.double() - expected
     return difference.flatten(2).norm(dim=2) / expected.flatten(2).norm(dim=2)
 
 
 def trend(error: Tensor) -> Trend:
     """Fit a line to each head's settled errors [windows, HV]; the heads give its uncertainty."""
-    settled = error[SETTLED:]
+    settled = error[len(error) // 4 :]  # in the first quarter a fresh state still grows
     window = torch.arange(len(settled), dtype=torch.float64)
     window = (window - window.mean()).unsqueeze(1)
     mean = settled.mean(0)
@@ -168,6 +177,11 @@ def table(record: dict) -> str:
 
 def main() -> None:
     """Measure and write, or check."""
+    if "--device" in sys.argv[1:]:
+        from kernels import folding
+
+        folding.main()
+        return
     if "--check" in sys.argv[1:]:
         write(PAGE, "drift", table(json.loads(RESULTS.read_text("utf8"))), check=True)
         return

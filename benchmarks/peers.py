@@ -50,7 +50,7 @@ def rows(case: Case, ceilings: Ceilings, dry: bool = False) -> Iterator[Row]:
 def conventional(case: Case, ceilings: Ceilings, dry: bool = False) -> Iterator[Row]:
     """Default and best setting of the kernel that writes a state after every token."""
     method = "plain" if case.tokens == 1 else "snapshot"
-    peer = Peer(case, 1 if dry else case.copies(64 if method == "plain" else 8))
+    peer = Peer(case, 1 if dry else case.copies(64 if method == "plain" else 4))
     times: dict[str, tuple[float | None, float]] = {}
     for name, setting in peer.settings().items():
         with setting():

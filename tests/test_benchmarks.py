@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lazystate.ops.tables import read
-from lazystate.ops.triton.launch import default_launch
 from samples import layer
 from test_house import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import drift
 import tune
-from kernels import checks, jobs, measure, tuning
+from kernels import checks, folding, jobs, measure, tuning
 from kernels.cases import LAYERS, Case, Ceilings
 from kernels.runs import Replay
 
@@ -138,22 +138,33 @@ def test_compiling_ahead_runs_every_kernel_once():
 
 def test_tuning_keeps_the_fastest_that_passes(monkeypatch, capsys):
     """The fastest setting wins unless it is wrong or not repeatable: then it is refused by name."""
-    one = tuning.Trial("replay", case(), settings_of(case().spec))
-    times = [(setting, 10.0 + n) for n, setting in enumerate(one.settings)]
-    monkeypatch.setattr(tuning, "time_replay", lambda _: times)
-    assert tuning.search(one) == times[0]
-    monkeypatch.setattr(tuning, "repeats", lambda _, launch, __: asdict(launch) != times[0][0])
-    assert tuning.search(one) == times[1]
+    one = tuning.Trial("replay", case(), ({"block_v": (8, 16)},))
+    monkeypatch.setattr(tuning, "time_replay", lambda _, some: [(s, s["block_v"]) for s in some])
+    found = tuning.search(one)
+    assert found and (found[0]["block_v"], found[1]) == (8, 8)
+    monkeypatch.setattr(tuning, "repeats", lambda _, launch, __: launch.block_v != 8)
+    found = tuning.search(one)
+    assert found and found[0]["block_v"] == 16
     assert "refused" in capsys.readouterr().out
     step = Replay.step
     monkeypatch.setattr(Replay, "step", lambda self, launch=None: step(self, launch) * 1.02)
     assert tuning.search(one) is None
 
 
-def settings_of(spec) -> tuple:
-    """Two tile heights over the default setting."""
-    start = asdict(default_launch(spec, 2))
-    return tuple(tuning.combinations({"block_v": (8, 16)}, start))
+def test_groups_of_fields_are_searched_in_turn(monkeypatch):
+    """The second group starts from the best of the first; nothing is timed twice."""
+    timed = []
+
+    def time_replay(_, some):
+        timed.extend(tuple(setting.values()) for setting in some)
+        return [(s, 100.0 - s["block_v"] - s["warps"]) for s in some]
+
+    monkeypatch.setattr(tuning, "time_replay", time_replay)
+    monkeypatch.setattr(tuning, "replay_passes", lambda *_: "")
+    groups = ({"block_v": (8, 16)}, {"warps": (1, 2, 4)})
+    setting, us = tuning.search(tuning.Trial("replay", case(), groups))
+    assert (setting["block_v"], setting["warps"], us) == (16, 4, 80.0)
+    assert len(timed) == len(set(timed)) == 4
 
 
 @SLOW
@@ -161,11 +172,10 @@ def settings_of(spec) -> tuple:
 def test_tuning_runs(method, tokens):
     """Candidates are compiled, timed and checked; one is found."""
     one = case(tokens=tokens, kept=tokens)
-    tiles = tuple({"block_v": height, "warps": 1} for height in (8, 16))
-    trial = tuning.Trial(method, one, settings_of(one.spec) if method == "replay" else tiles)
+    trial = tuning.Trial(method, one, ({"block_v": (8, 16)},))
     tuning.compile_part([trial], 0, 2)
-    setting, us = tuning.search(trial)
-    assert setting in trial.settings and us > 0
+    found = tuning.search(trial)
+    assert found and found[0]["block_v"] in (8, 16) and found[1] > 0
 
 
 def test_trials_are_valid():
@@ -173,8 +183,9 @@ def test_trials_are_valid():
     todo = tuning.trials(["replay", "plain", "snapshot"], ["M1", "K1"], [1, 64], [1, 4], {})
     found = {(trial.method, trial.case.tokens) for trial in todo}
     assert found == {("replay", 1), ("plain", 1), ("replay", 4), ("snapshot", 4)}
-    assert all(trial.settings for trial in todo)
-    assert all(tuning.valid(t.case.spec, setting) for t in todo for setting in t.settings)
+    for trial in todo:
+        settings = tuning.candidates(trial, trial.groups[0], tuning.first(trial))
+        assert settings and all(tuning.valid(trial.case.spec, each) for each in settings)
 
 
 def test_a_table_is_merged(tmp_path):
@@ -188,3 +199,19 @@ def test_a_table_is_merged(tmp_path):
     assert table["gpu"] == "GPU"
     assert [one["setting"]["block_v"] for one in table["entries"]] == [16, 4]
     assert len(read(table)) == 2
+
+
+@SLOW
+def test_drift_of_the_kernels(monkeypatch):
+    """A short run of the GPU drift: raw folds keep FP32 rounding, a narrow checkpoint does not."""
+    small = {"HEADS": 2, "KEY_DIM": 8, "VALUE_DIM": 8, "WINDOW": 4}
+    for name, size in small.items():
+        monkeypatch.setattr(drift, name, size)
+    kinds, stored = ("GDN", "GLA"), (torch.float32, torch.bfloat16)
+    rows = list(folding.rows(kinds, (torch.bfloat16,), stored, tokens=4 * drift.WINDOW))
+    found = {(r["layer"], r["checkpoint"], r["fold"]): r["worst"] for r in rows}
+    assert len(found) == 6
+    for name in kinds:
+        assert found[name, "float32", "raw"] <= 1e-6
+        assert 1e-4 < found[name, "bfloat16", "raw"] < 1e-1
+    assert found["GDN", "float32", "raw"] < found["GDN", "float32", "cached"] <= 2e-3

@@ -34,7 +34,7 @@ def time_replay(case: Case) -> tuple[float | None, float]:
 @lru_cache(maxsize=64)
 def time_plain(case: Case, snapshots: bool = False) -> tuple[float | None, float, Row]:
     """(us of one step of one layer, error, tile) of the conventional kernel at its best tile."""
-    run = Plain(case, case.copies(64 if not snapshots else 8), snapshots=snapshots)
+    run = Plain(case, case.copies(4 if snapshots else 64), snapshots=snapshots)
     best: tuple[float | None, float, Row] = None, 0.0, {}
     for tile in tiles(case, snapshots):
         error = plain_error(run, tile)
@@ -55,7 +55,7 @@ def tiles(case: Case, snapshots: bool) -> tuple[Row, ...]:
 
 def launch_of(case: Case) -> Row:
     """The launch setting that a case is timed with."""
-    given = default_launch(case.spec, case.batch)
+    given = default_launch(case.spec, case.batch, case.tokens)
     tuned = tables.setting("replay", case.spec, case.batch, case.tokens, case.window, DEVICE)
     return asdict(given) | (tuned or {})
 

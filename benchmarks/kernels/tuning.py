@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,14 +19,21 @@ from lazystate import LayerSpec
 from lazystate.ops.triton.launch import Launch, default_launch
 from timing import graph_us
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "block_v": (8, 16, 32, 64),
-    "tiles": (1, 2, 4, 8),
-    "warps": (1, 2, 4),
-}
-TILES = {"block_v": (4, 8, 16, 32), "warps": (1, 2, 4)}
-REPEATS = 10
 Setting = dict[str, Any]
+Group = dict[str, tuple[Any, ...]]
+# Fields of a launch setting and their values. All combinations of a group are tried, then those of
+# the next group from the best so far. Fields that a setting does not have are left out.
+GROUPS: tuple[Group, ...] = (
+    {
+        "block_v": (8, 16, 32, 64),
+        "tiles": (1, 2, 4, 8),
+        "stages": (1, 2, 3),
+        "warps": (1, 2, 4),
+    },
+    {"fold_block_v": (0, 8, 16, 32), "fold_warps": (1, 2, 4)},
+)
+TILES: Group = {"block_v": (4, 8, 16, 32), "warps": (1, 2, 4)}
+REPEATS = 10
 
 
 @dataclass(frozen=True)
@@ -34,31 +41,46 @@ class Trial:
     """One entry of the table to be found.
 
     Attributes:
-        method: replay, plain or snapshot. settings: the candidates.
+        method: replay, plain or snapshot. groups: values of fields, see GROUPS.
     """
 
     method: str
     case: Case
-    settings: tuple[Setting, ...]
+    groups: tuple[Group, ...]
 
     def __str__(self) -> str:
         return f"{self.method} {self.case.layer} B {self.case.batch} T {self.case.tokens}"
 
 
 def valid(spec: LayerSpec, setting: Setting) -> bool:
-    """Whether a tile is not wider than V, and a program's tiles divide those that share a key."""
-    block_v = setting["block_v"]
-    if block_v > triton.next_power_of_2(spec.value_dim):
+    """Whether tiles are not wider than V, and a program's tiles are of whole heads or of one."""
+    widest = triton.next_power_of_2(spec.value_dim)
+    block_v, tiles = setting["block_v"], setting.get("tiles", 1)
+    if max(block_v, setting.get("fold_block_v", 0)) > widest:
         return False
-    tiles = triton.cdiv(spec.value_dim, block_v) * (spec.group if spec.decay == "scalar" else 1)
-    return tiles % setting.get("tiles", 1) == 0
+    if setting.get("stages", 1) > tiles or (
+        setting.get("fold_block_v", 1) == 0 and setting.get("fold_warps", 1) > 1
+    ):
+        return False
+    a_head = triton.cdiv(spec.value_dim, block_v)
+    all_tiles = a_head * (spec.group if spec.decay == "scalar" else 1)
+    return all_tiles % tiles == 0 and (a_head % tiles == 0 or tiles % a_head == 0)
 
 
-def combinations(choices: dict[str, tuple[Any, ...]], start: Setting) -> Iterator[Setting]:
-    """Every choice of values for the fields that `start` has, over `start`."""
-    names = [name for name in choices if name in start]
-    for values in itertools.product(*(choices[name] for name in names)):
-        yield start | dict(zip(names, values, strict=True))
+def first(trial: Trial) -> Setting:
+    """The setting that the search starts from."""
+    case = trial.case
+    if trial.method == "replay":
+        return asdict(default_launch(case.spec, case.batch, case.tokens))
+    return {"block_v": 8, "warps": 1}
+
+
+def candidates(trial: Trial, group: Group, start: Setting) -> list[Setting]:
+    """Every valid combination of a group's values, over `start`."""
+    names = [name for name in group if name in start]
+    every = itertools.product(*(group[name] for name in names))
+    found = [start | dict(zip(names, values, strict=True)) for values in every]
+    return [each for each in found if valid(trial.case.spec, each)]
 
 
 def trials(
@@ -66,28 +88,33 @@ def trials(
     layers: Sequence[str],
     batches: Sequence[int],
     tokens: Sequence[int],
-    choices: dict[str, tuple[Any, ...]],
+    chosen: Group,
 ) -> list[Trial]:
-    """The entries to be found, large batches first, standard decoding before verification."""
+    """The entries to be found, large batches first, standard decoding before verification.
+
+    chosen: values in place of those of GROUPS.
+    """
+    groups = tuple({**group, **{n: chosen[n] for n in group if n in chosen}} for group in GROUPS)
     found = []
     for count, batch, name in itertools.product(tokens, sorted(batches, reverse=True), layers):
         case = Case(name, LAYERS[name], batch, count, count)
         for method in methods:
             if (method == "plain" and count > 1) or (method == "snapshot" and count == 1):
                 continue
-            start = asdict(default_launch(case.spec, batch)) if method == "replay" else {}
-            wanted = {**CHOICES, **choices} if start else TILES
-            every = combinations(wanted, start or dict.fromkeys(TILES))
-            settings = tuple(each for each in every if valid(case.spec, each))
-            found.append(Trial(method, case, settings))
+            found.append(Trial(method, case, groups if method == "replay" else (TILES,)))
     return found
 
 
 def search(trial: Trial) -> tuple[Setting, float] | None:
     """The fastest setting that passes, with its microseconds, or None where none does."""
-    timed = time_replay(trial) if trial.method == "replay" else time_plain(trial)
+    timing = time_replay if trial.method == "replay" else time_plain
     check = replay_passes if trial.method == "replay" else plain_passes
-    order = sorted(timed, key=lambda pair: pair[1])
+    best, timed = first(trial), dict[str, tuple[Setting, float]]()
+    for group in trial.groups:
+        new = [each for each in candidates(trial, group, best) if str(each) not in timed]
+        timed |= {str(setting): (setting, us) for setting, us in timing(trial, new)}
+        best = min(timed.values(), key=lambda pair: pair[1], default=(best, 0.0))[0]
+    order = sorted(timed.values(), key=lambda pair: pair[1])
     for setting, us in order:
         reason = check(trial, setting)
         if not reason:
@@ -98,7 +125,7 @@ def search(trial: Trial) -> tuple[Setting, float] | None:
     return None
 
 
-def time_replay(trial: Trial) -> list[tuple[Setting, float]]:
+def time_replay(trial: Trial, settings: Sequence[Setting]) -> list[tuple[Setting, float]]:
     """Microseconds of one step of one layer with every setting that runs."""
     case = trial.case
     run = Replay(case, case.copies(24))
@@ -109,14 +136,16 @@ def time_replay(trial: Trial) -> list[tuple[Setting, float]]:
         graph = partial(run.cycle, Launch(**setting), steps)
         return graph_us(graph, repeats=5) / (steps * run.layers)
 
-    return _timed(trial, us)
+    return _timed(trial, settings, us)
 
 
-def time_plain(trial: Trial) -> list[tuple[Setting, float]]:
+def time_plain(trial: Trial, settings: Sequence[Setting]) -> list[tuple[Setting, float]]:
     """The same of the conventional kernel."""
     snapshots = trial.method == "snapshot"
     run = Plain(trial.case, trial.case.copies(4 if snapshots else 64), snapshots=snapshots)
-    return _timed(trial, lambda tile: graph_us(partial(run.step, tile), 5) / len(run.pools))
+    return _timed(
+        trial, settings, lambda tile: graph_us(partial(run.step, tile), 5) / len(run.pools)
+    )
 
 
 def replay_passes(trial: Trial, setting: Setting) -> str:
@@ -150,7 +179,8 @@ def compile_part(todo: Sequence[Trial], part: int, parts: int) -> None:
     """Run every `parts`-th setting once on a small pool, so that it is compiled."""
     work = {}
     for trial in todo:
-        for setting in trial.settings:
+        start = first(trial)
+        for setting in (each for group in trial.groups for each in candidates(trial, group, start)):
             key = trial.method, trial.case.layer, trial.case.tokens, str(setting)
             work[key] = trial, setting
     runs: dict[str, Replay] = {}
@@ -170,9 +200,11 @@ def compile_part(todo: Sequence[Trial], part: int, parts: int) -> None:
             print(f"{trial}: {setting} does not run: {error}"[:300], file=sys.stderr)
 
 
-def _timed(trial: Trial, us: Callable[[Setting], float]) -> list[tuple[Setting, float]]:
+def _timed(
+    trial: Trial, settings: Sequence[Setting], us: Callable[[Setting], float]
+) -> list[tuple[Setting, float]]:
     found = []
-    for setting in trial.settings:
+    for setting in settings:
         try:
             found.append((setting, us(setting)))
         except Exception as error:  # too many registers or too much shared memory, say
