@@ -28,14 +28,16 @@ def spec_of(kind: str, activation: torch.dtype = torch.float32) -> LayerSpec:
     return layer(kind, activation, key_dim=32, value_dim=20)
 
 
-def both(spec: LayerSpec, fold: str) -> tuple[StateCache, StateCache]:
+def both(
+    spec: LayerSpec, fold: str, window: int = WINDOW, max_tokens: int = MAX_TOKENS
+) -> tuple[StateCache, StateCache]:
     """Caches of the two backends with the same loaded states."""
     caches = tuple(
         StateCache(
             spec,
             SLOTS,
-            window=WINDOW,
-            max_tokens=MAX_TOKENS,
+            window=window,
+            max_tokens=max_tokens,
             fold=fold,
             device=DEVICE,
             backend=name,
@@ -70,37 +72,75 @@ def steps_of(spec: LayerSpec) -> list:
     return steps
 
 
-@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fold", ["raw", "cached"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_backends_agree(kind, fold, split, monkeypatch):
-    """Ragged and padded rows, folds, a reset, a fresh and a loaded slot: one result for both."""
-    spec = spec_of(kind)
-    setting = launch.Launch(block_v=16, heads=spec.group, warps=1, split=split)
-    monkeypatch.setattr(launch, "default_launch", lambda *_: setting)
-    steps = steps_of(spec)
-    ours, theirs = both(spec, fold)
-    bound = 2 * output_bound(spec, WINDOW, torch.float32, len(steps))
+def single_steps(spec: LayerSpec, count: int) -> list:
+    """Random inputs of steps of one token, with a reset on the way."""
+    steps = [(draw(spec, 3, 1), [1, 1, 1], [1, 1, 1]) for _ in range(count)]
+    steps[1][0].log_decay[0, 0] = -float("inf")
+    return steps
+
+
+def agree(spec: LayerSpec, fold: str, steps: list, window: int = WINDOW) -> None:
+    """Outputs and states of both backends, within what FP32 rounding explains."""
+    tokens = max(inputs.q.shape[1] for inputs, *_ in steps)
+    ours, theirs = both(spec, fold, window=window, max_tokens=tokens)
+    bound = 2 * output_bound(spec, window, torch.float32, len(steps))
     for out, expected in zip(program(ours, steps), program(theirs, steps), strict=True):
         assert error(out, expected) <= bound
         assert not out[1].any(), "a padded row is zero"
     used = slots(0, 2)
     states = zip(ours.materialize(used), theirs.materialize(used), strict=True)
     for state, expected in states:
-        assert error(state, expected) <= 2 * state_bound(spec, WINDOW, torch.float32, len(steps))
+        assert error(state, expected) <= 2 * state_bound(spec, window, torch.float32, len(steps))
+
+
+def launched(monkeypatch, spec: LayerSpec, split: bool, all_tiles: bool) -> None:
+    """Use small tiles, one or all of a key head's in a program, in one launch or in two."""
+    tiles = -(-spec.value_dim // 16) * (spec.group if spec.decay == "scalar" else 1)
+    setting = launch.Launch(
+        16, tiles if all_tiles else 1, 2 if all_tiles else 1, 1, 16 if split else 0
+    )
+    monkeypatch.setattr(launch, "launch_of", lambda *_: setting)
+
+
+@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fold", ["raw", "cached"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_backends_agree(kind, fold, split, monkeypatch):
+    """Ragged and padded rows, folds, a reset, a fresh and a loaded slot: one result for both."""
+    spec = spec_of(kind)
+    launched(monkeypatch, spec, split, all_tiles=split)
+    agree(spec, fold, steps_of(spec))
+
+
+@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_backends_agree_on_standard_decoding(kind, split, monkeypatch):
+    """One token a step over three windows, a padded row and a reset: one result for both."""
+    spec = spec_of(kind)
+    launched(monkeypatch, spec, split, all_tiles=split)
+    agree(spec, "raw", single_steps(spec, 3 * WINDOW + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fold", ["raw", "cached"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_backends_agree_on_several_blocks_of_records(kind, fold, monkeypatch):
+    """A window of 40 is three blocks of records; steps of 16 and of 12 tokens fold it twice."""
+    spec = layer(kind, torch.float32, key_dim=24, value_dim=20)
+    launched(monkeypatch, spec, True, all_tiles=False)
+    lengths = ([16, 1, 12], [16, 9, 16], [16, 16, 3], [12, 1, 16], [16, 1, 16])
+    steps = [(draw(spec, 3, 16), each, each) for each in lengths]
+    agree(spec, fold, steps + single_steps(spec, 2), window=40)
 
 
 @pytest.mark.parametrize("batch", [16, 64])
-@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
 def test_settings_of_large_batches_agree(kind, batch, monkeypatch):
     """The launch settings that large batches get by default give PyTorch's results, too."""
-    spec = layer(kind, torch.float32, heads=8, key_heads=2, key_dim=32, value_dim=40)
-    setting = launch.default_launch(spec, batch)
-    monkeypatch.setattr(launch, "default_launch", lambda *_: setting)
-    steps = steps_of(spec)
-    ours, theirs = both(spec, "raw")
-    for out, expected in zip(program(ours, steps), program(theirs, steps), strict=True):
-        assert error(out, expected) <= 2 * output_bound(spec, WINDOW, torch.float32, len(steps))
+    spec = layer(kind, torch.float32, heads=4, key_heads=2, key_dim=32, value_dim=40)
+    setting = launch.default_launch(spec, batch, 1)
+    monkeypatch.setattr(launch, "launch_of", lambda *_: setting)
+    agree(spec, "raw", single_steps(spec, WINDOW + 2) + steps_of(spec)[:2])
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn"])

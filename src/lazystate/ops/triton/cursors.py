@@ -24,12 +24,13 @@ class Rows:
         meta: int64 [B, 8], a row's slot (-1 if padded), committed records h, tokens seen, length,
             1 if it folds, 1 if its checkpoint is zero and is not read, ring position of the next
             record (so that the kernels need no remainder), and a pad to one cache line.
-        folds: int32 [1 + B], how many rows fold, then which batch rows.
+        order: int32 [1 + B], how many rows fold, then all batch rows, those that fold first: they take
+            longest.
         tokens: T.
     """
 
     meta: Tensor
-    folds: Tensor
+    order: Tensor
     tokens: int
 
 
@@ -42,7 +43,7 @@ def begin_kernel(
     limit,
     empty,
     meta,
-    folds,
+    order,
     batch,
     records,
     T: tl.constexpr,
@@ -70,9 +71,10 @@ def begin_kernel(
     tl.store(at + 4, due.to(tl.int64), mask=inside)
     tl.store(at + 5, zero.to(tl.int64), mask=inside)
     tl.store(at + 6, seen % records, mask=inside)
-    rank = tl.cumsum(due.to(tl.int32), 0)
-    tl.store(folds + rank, row, mask=due)
-    tl.store(folds, tl.sum(due.to(tl.int32), 0))
+    ahead = tl.cumsum(due.to(tl.int32), 0)
+    place = tl.where(due, ahead - 1, tl.sum(due.to(tl.int32), 0) + row - ahead)
+    tl.store(order + 1 + place, row, mask=inside)
+    tl.store(order, tl.sum(due.to(tl.int32), 0))
 
 
 @triton.jit
@@ -112,13 +114,13 @@ def begin(
     """See `Backend.begin`."""
     batch = slots.numel()
     meta = torch.empty(batch, 8, dtype=torch.int64, device=slots.device)
-    folds = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
+    order = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
     begin_kernel[(1,)](
         slots,
         slots if lengths is None else lengths,
         *_pointers(cursors),
         meta,
-        folds,
+        order,
         batch,
         records,
         T=tokens,
@@ -126,7 +128,7 @@ def begin(
         BLOCK=triton.next_power_of_2(batch),
         num_warps=4,
     )
-    return Rows(meta, folds, tokens)
+    return Rows(meta, order, tokens)
 
 
 def commit(cursors: Cursors, rows: Rows, kept: Tensor | None, window: int) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
 from lazystate.ops.pool import Pool
+from lazystate.ops.tables import tuned
 from lazystate.ops.triton.cursors import Rows
-from lazystate.ops.triton.device import shape_of
+from lazystate.ops.triton.device import PIECE, shape_of
 from lazystate.ops.triton.step import step_kernel
 from lazystate.spec import LayerSpec
+
+# Programs that take turns with the folding rows' work: more than a large GPU holds at once.
+FOLD_PROGRAMS = 2048
 
 
 @dataclass(frozen=True)
@@ -21,23 +25,36 @@ class Launch:
 
     Attributes:
         block_v: value channels of a tile, a power of two.
-        heads: value heads of one program, dividing the group that shares a key head.
+        tiles: tiles of one program: a divisor or a multiple of those of a head, dividing those of
+            the heads that share a key head; with a decay per channel within one head.
+        stages: tiles in flight from memory, the one that is multiplied included.
         warps: warps of one program.
-        split: two launches, for rows that do not fold and rows that do, instead of one for all:
-            fewer registers for the many, one more launch.
+        fold_block_v: value channels of a tile in a launch of its own for the rows that fold; 0 for
+            one launch for all rows: one launch less, but more registers for the many.
+        fold_warps: warps of a program of that launch.
     """
 
     block_v: int
-    heads: int
+    tiles: int
+    stages: int
     warps: int
-    split: bool
+    fold_block_v: int = 0
+    fold_warps: int = 1
 
 
-def default_launch(spec: LayerSpec, batch: int) -> Launch:
+def default_launch(spec: LayerSpec, batch: int, tokens: int) -> Launch:
     """A setting that is valid for any shape: few programs of much work, but enough for the GPU."""
     block_v = min(triton.next_power_of_2(spec.value_dim), 32 if batch >= 16 else 16)
-    heads = next(n for n in (4, 3, 2, 1) if spec.group % n == 0) if batch >= 64 else 1
-    return Launch(block_v=block_v, heads=heads, warps=1, split=batch >= 64)
+    per_head = triton.cdiv(spec.value_dim, block_v)
+    tiles = per_head if batch >= 64 else 1
+    return Launch(block_v, tiles, 2 if tiles > 1 else 1, 1, block_v if batch >= 64 else 0)
+
+
+def launch_of(pool: Pool, batch: int, tokens: int) -> Launch:
+    """What is tuned for a step on the pool's GPU, or the default."""
+    default = default_launch(pool.spec, batch, tokens)
+    device = pool.checkpoint.device
+    return tuned(default, "replay", pool.spec, batch, tokens, pool.window, device)
 
 
 def step(
@@ -60,7 +77,7 @@ def step(
     if skip is not None and skip.dim() != 1:
         raise ValueError(f"skip must be [HV] for the Triton backend, got {list(skip.shape)}")
     batch, tokens = q.shape[:2]
-    launch = launch or default_launch(spec, batch)
+    launch = launch or launch_of(pool, batch, tokens)
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
     absent = ring.k
     ring_v, ring_u, ring_b = (x if x is not None else absent for x in (ring.v, ring.u, ring.beta))
@@ -68,11 +85,19 @@ def step(
     inputs = (q, k, v, log_decay, strength)
     rings = (ring.k, ring_v, ring_u, ring.log_decay, ring_b)
     records = ring.k.shape[1]
-    programs = spec.heads // launch.heads * triton.cdiv(spec.value_dim, launch.block_v)
-    for which in (0, 1) if launch.split else (2,):
-        step_kernel[(batch * programs,)](
+    fused = launch.fold_block_v == 0
+    folding = replace(
+        launch,
+        block_v=launch.fold_block_v,
+        tiles=1 if fused else triton.cdiv(spec.value_dim, launch.fold_block_v),
+        warps=launch.fold_warps,
+    )
+    for which, setting in ((2, launch),) if fused else ((1, folding), (0, launch)):
+        programs = spec.heads * triton.cdiv(spec.value_dim, setting.block_v) // setting.tiles
+        grid = batch * programs
+        step_kernel[(min(grid, FOLD_PROGRAMS) if which == 1 else grid,)](
             rows.meta,
-            rows.folds,
+            rows.order,
             *inputs,
             log_decay if skip is None else skip,
             out,
@@ -81,16 +106,18 @@ def step(
             *(stride for x in inputs for stride in x.stride()[:3]),
             pool.checkpoint.stride(0),
             *(x.stride(0) for x in rings),
+            batch,
             T=tokens,
-            TP=triton.next_power_of_2(tokens),
-            HEADS=launch.heads,
-            BV=launch.block_v,
-            LP=triton.next_power_of_2(pool.window),
+            TILES=setting.tiles,
+            BV=setting.block_v,
+            STAGES=setting.stages,
+            BLOCKS=triton.cdiv(pool.window, PIECE),
             R=records,
             **shape_of(spec),
             HAS_SKIP=skip is not None,
             RAW=ring.v is not None,
             WHICH=which,
-            num_warps=launch.warps,
+            num_warps=setting.warps,
+            num_stages=1,
         )
     return out
