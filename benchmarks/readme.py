@@ -1,4 +1,7 @@
-"""Write the README's table of `lazystate compare` from the numbers that benchmarks/compare.py kept.
+"""Write the README's tables from recorded numbers.
+
+One is of `lazystate compare` (benchmarks/compare.py), one, where the README has a place for it, of
+the kernels' speed-up (benchmarks/run.py).
 
 With `--check`, only say whether the README is up to date.
 """
@@ -9,6 +12,7 @@ import json
 import sys
 
 from page import ROOT, write
+from tables import gain, markdown, newest, source
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "compare.json"
 HEAD = """\
@@ -45,10 +49,29 @@ def table(record: dict) -> str:
     return "".join(lines)
 
 
+def speed() -> str:
+    """How many times faster than the conventional kernel replay is, layers over batch sizes."""
+    record = newest("decode")
+    if record is None:
+        return "Not measured yet.\n"
+    rows = {(r["layer"], r["batch"], r["method"]): r for r in record["rows"]}
+    batches = sorted({batch for _, batch, _ in rows})
+    lines = [
+        [
+            layer,
+            *(gain(rows.get((layer, b, "plain")), rows.get((layer, b, "replay"))) for b in batches),
+        ]
+        for layer in dict.fromkeys(row["layer"] for row in record["rows"])
+    ]
+    return markdown(["layer", *(f"B = {b}" for b in batches)], lines) + source(record["meta"])
+
+
 def main() -> None:
     """Write or check."""
-    record = json.loads(RESULTS.read_text("utf8"))
-    write(ROOT / "README.md", "compare", table(record), check="--check" in sys.argv[1:])
+    check, path = "--check" in sys.argv[1:], ROOT / "README.md"
+    write(path, "compare", table(json.loads(RESULTS.read_text("utf8"))), check=check)
+    if "<!-- speed: begin -->" in path.read_text("utf8"):
+        write(path, "speed", speed(), check=check)
 
 
 if __name__ == "__main__":

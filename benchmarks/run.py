@@ -30,7 +30,7 @@ from kernels.jobs import Report, dry, jobs, run, warm
 from lazystate.ops.tables import slug
 from timing import ceilings
 
-PARTS = ("decode", "verify", "fold", "peers", "window")
+PARTS = ("decode", "verify", "fold", "peers", "window", "drift", "ncu")
 
 
 def options() -> argparse.ArgumentParser:

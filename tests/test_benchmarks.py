@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from lazystate.ops.tables import read
+from lazystate.planner import traffic
 from samples import layer
 from test_house import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import drift
+import ncu
 import tune
 from kernels import checks, folding, jobs, measure, tuning
 from kernels.cases import LAYERS, Case, Ceilings
@@ -215,3 +217,40 @@ def test_drift_of_the_kernels(monkeypatch):
         assert found[name, "float32", "raw"] <= 1e-6
         assert 1e-4 < found[name, "bfloat16", "raw"] < 1e-1
     assert found["GDN", "float32", "raw"] < found["GDN", "float32", "cached"] <= 2e-3
+
+
+PROFILE = """\
+==PROF== Connected to process 4711
+==PROF== Profiling "begin_kernel" - 0: 0%....50%....100% - 1 pass
+==PROF== Disconnected from process 4711
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",\
+"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","4711","python3.12","127.0.0.1","begin_kernel","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",\
+"Command line profiler metrics","dram__bytes_read.sum","Kbyte","12.80"
+"0","4711","python3.12","127.0.0.1","begin_kernel","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",\
+"Command line profiler metrics","dram__bytes_write.sum","byte","0"
+"1","4711","python3.12","127.0.0.1","step_kernel","1","7","(32, 1, 1)","(9, 1, 1)","0","9.0",\
+"Command line profiler metrics","dram__bytes_read.sum","Mbyte","1,070.50"
+"1","4711","python3.12","127.0.0.1","step_kernel","1","7","(32, 1, 1)","(9, 1, 1)","0","9.0",\
+"Command line profiler metrics","dram__bytes_write.sum","Gbyte","1.07"
+"""
+
+
+def test_counters_are_read():
+    """The profiler's CSV: units, thousands, several launches; without a table an error says so."""
+    read, written, kernels = ncu.counted(PROFILE)
+    assert (read, written) == (1_070_512_800, 1_070_000_000)
+    assert kernels == ["begin_kernel", "step_kernel"]
+    with pytest.raises(ValueError, match="no table"):
+        ncu.counted("==ERROR== The user does not have permission")
+
+
+def test_predicted_bytes_are_the_planners():
+    """A cycle of predicted steps moves what the planner says for a token, up to the mean held."""
+    one = Case("G2", LAYERS["G2"], 1)
+    plan = traffic(one.spec, "replay", window=16)
+    reads = [ncu.predicted(one, "read")] * 15 + [ncu.predicted(one, "fold")]
+    read, written = (sum(pair) / 16 for pair in zip(*reads, strict=True))
+    assert written == pytest.approx(plan.written)
+    assert read == pytest.approx(plan.read, rel=1e-3)
+    assert ncu.predicted(one, "plain") == (one.state_bytes, one.state_bytes)

@@ -31,9 +31,9 @@ def test_links_exist() -> None:
         assert (ROOT / target).exists(), target
 
 
-@pytest.mark.parametrize("script", ["readme.py", "tables.py"])
+@pytest.mark.parametrize("script", ["readme.py", "tables.py", "plots.py"])
 def test_tables_are_generated(script: str) -> None:
-    """The tables are what the scripts make of the recorded numbers."""
+    """Tables and plots are what the scripts make of the recorded numbers."""
     command = [sys.executable, ROOT / "benchmarks" / script, "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

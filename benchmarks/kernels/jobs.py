@@ -41,6 +41,8 @@ class Job:
     def compiles(self) -> Hashable:
         """Equal for jobs that need the same compiled kernels, which batches often share."""
         case = self.case
+        if self.part in ("drift", "ncu"):
+            return self.part
         settings = [measure.launch_of(case), *measure.tiles(case, snapshots=case.tokens > 1)]
         special = case.batch == 1, case.batch % 16 == 0
         return self.part, case.layer, case.tokens, case.window, str(settings), special
@@ -60,8 +62,16 @@ class Report:
 
 def jobs(parts: Sequence[str], layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
     """The jobs of some parts, in the order of the parts."""
-    made = {"decode": _decode, "verify": _verify, "fold": _fold, "window": _window, "peers": _peers}
-    return [job for part in parts if part in made for job in made[part](layers, batches)]
+    made = {
+        "decode": _decode,
+        "verify": _verify,
+        "fold": _fold,
+        "window": _window,
+        "peers": _peers,
+        "drift": _drift,
+        "ncu": _ncu,
+    }
+    return [job for part in parts for job in made[part](layers, batches)]
 
 
 def run(
@@ -142,6 +152,28 @@ def _peers(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
     import peers
 
     return [Job("peers", case, peers.rows) for case in peers.cases(layers, batches)]
+
+
+def _drift(layers: Sequence[str], _: Sequence[int]) -> list[Job]:
+    from kernels import folding
+
+    def rows(_: Case, __: Ceilings, dry: bool) -> Iterator[Row]:
+        if dry:
+            list(folding.rows(tokens=4 * folding.drift.WINDOW))
+        else:
+            yield from folding.rows()
+
+    return [Job("drift", Case(layers[0], LAYERS[layers[0]], 1), rows)]
+
+
+def _ncu(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    import ncu
+
+    def rows(case: Case, _: Ceilings, dry: bool) -> Iterator[Row]:
+        return iter(()) if dry else ncu.rows([case.layer], case.batch)
+
+    chosen = [name for name in ("M2", "G2", "K1") if name in layers]
+    return [Job("ncu", Case(name, LAYERS[name], max(batches)), rows) for name in chosen]
 
 
 def _large(batches: Sequence[int]) -> list[int]:
