@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import itertools
 import json
 import subprocess
 import sys
@@ -32,42 +33,54 @@ from page import ROOT
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 STEPS = ("plain", "read", "fold")
+MARK = "spin_kernel"  # what `torch.cuda._sleep` launches
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 
 
-def profiled(layer: str, batch: int, step: str) -> None:
-    """The program that is profiled: one step, after everything was compiled."""
-    case = Case(layer, LAYERS[layer], batch)
-    run: Callable[[], object]
-    if step == "plain":
-        run = partial(Plain(case, 1).step, tiles(case, False)[0])
-    else:
-        replay = Replay(case, 1)
-        replay.cycle()
-        replay.together(case.window if step == "fold" else case.window // 2)
-        run = replay.stand
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+def profiled(layers: Sequence[str], batch: int) -> None:
+    """The program that is profiled: each step once after it was compiled, and a mark behind it."""
+    for layer, step in itertools.product(layers, STEPS):
+        case = Case(layer, LAYERS[layer], batch)
+        run: Callable[[], object]
+        if step == "plain":
+            run = partial(Plain(case, 1).step, tiles(case, False)[0])
+        else:
+            replay = Replay(case, 1)
+            replay.cycle()
+            replay.together(case.window if step == "fold" else case.window // 2)
+            run = replay.stand
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        run()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
 
-def counted(text: str) -> tuple[int, int, list[str]]:
-    """(bytes read, bytes written, kernels) of all launches in the CSV that `ncu` prints."""
+def counted(text: str) -> list[tuple[int, int, list[str]]]:
+    """(bytes read, bytes written, kernels) up to each mark in the CSV that `ncu` prints.
+
+    Raises:
+        ValueError: if there is no table, with what was printed in its place.
+    """
     start = text.find('"ID"')
     if start < 0:
         raise ValueError(f"ncu printed no table of metrics: {text[-300:]!r}")
-    totals, kernels = dict.fromkeys(METRICS, 0.0), []
+    found, kernels, launch = [], [], ""
+    totals = dict.fromkeys(METRICS, 0.0)
     for row in csv.DictReader(text[start:].splitlines()):
-        name = row.get("Metric Name")
-        if name in totals:
+        if MARK in row["Kernel Name"]:
+            if row["ID"] != launch:
+                read, written = (round(totals[name]) for name in METRICS)
+                found.append((read, written, list(dict.fromkeys(kernels))))
+                kernels, totals = [], dict.fromkeys(METRICS, 0.0)
+            launch = row["ID"]
+        elif row["Metric Name"] in totals:
             value = float(row["Metric Value"].replace(",", ""))
-            totals[name] += value * UNITS[row["Metric Unit"]]
+            totals[row["Metric Name"]] += value * UNITS[row["Metric Unit"]]
             kernels.append(row["Kernel Name"].split("(")[0])
-    read, written = (round(totals[name]) for name in METRICS)
-    return read, written, list(dict.fromkeys(kernels))
+    return found
 
 
 def predicted(case: Case, step: str) -> tuple[int, int]:
@@ -83,27 +96,28 @@ def predicted(case: Case, step: str) -> tuple[int, int]:
 
 def rows(layers: Sequence[str], batch: int) -> Iterator[dict[str, Any]]:
     """Profile every layer and step; a row each."""
-    for layer in layers:
-        case = Case(layer, LAYERS[layer], batch)
-        for step in STEPS:
-            command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
-            command += ["--metrics", ",".join(METRICS), sys.executable, __file__]
-            command += ["--profiled", layer, step, "--batch", str(batch)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            read, written, kernels = counted(done.stdout + done.stderr)
-            expected = predicted(case, step)
-            yield {
-                "bench": "ncu",
-                "layer": layer,
-                "batch": batch,
-                "step": step,
-                "kernels": kernels,
-                "read": read,
-                "written": written,
-                "planned_read": expected[0],
-                "planned_written": expected[1],
-                "ratio": (read + written) / sum(expected),
-            }
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+    command += ["--metrics", ",".join(METRICS), sys.executable, __file__]
+    command += ["--profiled", "--layers", *layers, "--batch", str(batch)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = counted(done.stdout + done.stderr)
+    steps = list(itertools.product(layers, STEPS))
+    if len(found) != len(steps):
+        raise ValueError(f"{len(steps)} steps, {len(found)} counted: {done.stderr[-300:]!r}")
+    for (layer, step), (read, written, kernels) in zip(steps, found, strict=True):
+        expected = predicted(Case(layer, LAYERS[layer], batch), step)
+        yield {
+            "bench": "ncu",
+            "layer": layer,
+            "batch": batch,
+            "step": step,
+            "kernels": kernels,
+            "read": read,
+            "written": written,
+            "planned_read": expected[0],
+            "planned_written": expected[1],
+            "ratio": (read + written) / sum(expected),
+        }
 
 
 def main() -> None:
@@ -113,14 +127,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["M2", "G2", "K1"])
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--profiled", nargs=2, metavar=("LAYER", "STEP"), help=argparse.SUPPRESS)
+    parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--commit", help="revision measured, if there is no git here")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     if arguments.profiled:
-        layer, step = arguments.profiled
-        profiled(layer, arguments.batch, step)
+        profiled(arguments.layers, arguments.batch)
         return
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/ncu.py needs a CUDA device")

@@ -18,6 +18,7 @@ from test_house import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import drift
 import ncu
+import run
 import tune
 from kernels import checks, folding, jobs, measure, tuning
 from kernels.cases import LAYERS, Case, Ceilings
@@ -30,7 +31,8 @@ if torch.cuda.is_available():
 
 def case(kind: str = "gdn", **changes) -> Case:
     """A case that the interpreter ends soon."""
-    spec = layer(kind, torch.bfloat16, key_dim=16, value_dim=16)
+    sizes = {"heads": 2, "key_heads": 2 if kind == "kda" else 1, "key_dim": 16, "value_dim": 16}
+    spec = layer(kind, torch.bfloat16, **sizes)
     return replace(Case("tiny", spec, batch=2, window=4), **changes)
 
 
@@ -217,30 +219,38 @@ def test_drift_of_the_kernels(monkeypatch):
         assert found[name, "float32", "raw"] <= 1e-6
         assert 1e-4 < found[name, "bfloat16", "raw"] < 1e-1
     assert found["GDN", "float32", "raw"] < found["GDN", "float32", "cached"] <= 2e-3
+    assert len(folding.units()) == 45
+    assert not list(folding.compile_unit(("GLA", torch.float32, torch.float16)))
 
 
-PROFILE = """\
+HEAD = """\
 ==PROF== Connected to process 4711
 ==PROF== Profiling "begin_kernel" - 0: 0%....50%....100% - 1 pass
 ==PROF== Disconnected from process 4711
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",\
 "Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","4711","python3.12","127.0.0.1","begin_kernel","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",\
-"Command line profiler metrics","dram__bytes_read.sum","Kbyte","12.80"
-"0","4711","python3.12","127.0.0.1","begin_kernel","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",\
-"Command line profiler metrics","dram__bytes_write.sum","byte","0"
-"1","4711","python3.12","127.0.0.1","step_kernel","1","7","(32, 1, 1)","(9, 1, 1)","0","9.0",\
-"Command line profiler metrics","dram__bytes_read.sum","Mbyte","1,070.50"
-"1","4711","python3.12","127.0.0.1","step_kernel","1","7","(32, 1, 1)","(9, 1, 1)","0","9.0",\
-"Command line profiler metrics","dram__bytes_write.sum","Gbyte","1.07"
 """
+LINE = (
+    '"{}","4711","python3.12","127.0.0.1","{}","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",'
+    '"Command line profiler metrics","{}","{}","{}"\n'
+)
+COUNTS = (
+    (0, "begin_kernel", "Kbyte", "12.80", "byte", "0"),
+    (1, "step_kernel", "Mbyte", "1,070.50", "Gbyte", "1.07"),
+    (2, "spin_kernel(long)", "Kbyte", "1", "Kbyte", "1"),
+    (3, "plain_kernel", "byte", "7", "byte", "8"),
+    (4, "spin_kernel(long)", "Kbyte", "1", "Kbyte", "1"),
+)
 
 
 def test_counters_are_read():
-    """The profiler's CSV: units, thousands, several launches; without a table an error says so."""
-    read, written, kernels = ncu.counted(PROFILE)
-    assert (read, written) == (1_070_512_800, 1_070_000_000)
-    assert kernels == ["begin_kernel", "step_kernel"]
+    """The profiler's CSV: units, thousands, steps between marks; no table is an error."""
+    text = HEAD
+    for number, kernel, *read_of, write_unit, written in COUNTS:
+        text += LINE.format(number, kernel, "dram__bytes_read.sum", *read_of)
+        text += LINE.format(number, kernel, "dram__bytes_write.sum", write_unit, written)
+    first = 1_070_512_800, 1_070_000_000, ["begin_kernel", "step_kernel"]
+    assert ncu.counted(text) == [first, (7, 8, ["plain_kernel"])]
     with pytest.raises(ValueError, match="no table"):
         ncu.counted("==ERROR== The user does not have permission")
 
@@ -254,3 +264,35 @@ def test_predicted_bytes_are_the_planners():
     assert written == pytest.approx(plan.written)
     assert read == pytest.approx(plan.read, rel=1e-3)
     assert ncu.predicted(one, "plain") == (one.state_bytes, one.state_bytes)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A GPU, as far as the commands ask; what they run is interpreted, and one layer is tiny."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H0")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(run, "ceilings", lambda: CEILINGS)
+    monkeypatch.setitem(LAYERS, "M1", case("mamba2").spec)
+
+
+@SLOW
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_the_commands_write_files(pretended, monkeypatch, tmp_path, capsys):
+    """run.py and tune.py from their options to their JSON; what they print names every row."""
+    options = ["--layers", "M1", "--batches", "2", "--out", str(tmp_path), "--commit", "abc"]
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--only", "decode", *options, "--date", "2026-01-02"]
+    )
+    run.main()
+    record = json.loads((tmp_path / "h0" / "2026-01-02-kernels.json").read_text())
+    assert record["meta"]["commit"] == "abc" and record["meta"]["skipped"] == []
+    assert [row["method"] for row in record["rows"]] == ["plain", "replay"]
+    tiles = {"block_v": (8, 16), "warps": (1,)}
+    monkeypatch.setattr(tuning, "TILES", tiles)
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--methods", "plain", *options])
+    tune.main()
+    (found,) = json.loads((tmp_path / "h0.json").read_text())["entries"]
+    assert found["method"] == "plain" and found["setting"]["block_v"] in (8, 16)
+    printed = capsys.readouterr().out
+    assert "replay" in printed and "of floor" in printed and "plain M1 B 2 T 1" in printed

@@ -1,6 +1,6 @@
 """Drift of the GPU's kernels: every activation, checkpoint and fold, in one pass over the tokens.
 
-    python benchmarks/drift.py --device cuda
+    python benchmarks/drift.py --device cuda --warm 14
 
 The experiment is that of benchmarks/drift.py. Layers of all kinds and activations stand in one
 cache, whose window of 16 steps is one captured graph; what is compared is the checkpoint that each
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +32,7 @@ from timing import DEVICE
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 CHECKPOINTS = (torch.float32, torch.float16, torch.bfloat16)
 Key = tuple[str, torch.dtype]
+Unit = tuple[str, torch.dtype, torch.dtype]
 
 
 def given(keys: Sequence[Key], tokens: int) -> dict[Key, Inputs]:
@@ -125,18 +128,42 @@ def rows(
                 }
 
 
+def units() -> list[Unit]:
+    """(layer, activation, checkpoint): what is compiled on its own."""
+    return list(itertools.product(drift.LAYERS, ACTIVATIONS, CHECKPOINTS))
+
+
+def compile_unit(unit: Unit) -> Iterator[dict[str, Any]]:
+    """Run two windows of a unit; no rows."""
+    name, activation, checkpoint = unit
+    inputs = given([(name, activation)], 2 * drift.WINDOW)
+    for fold in ("raw", "cached") if drift.layer(name).erase else ("raw",):
+        checkpoints(inputs, checkpoint, fold)
+    return iter(())
+
+
 def main() -> None:
     """Measure, and write benchmarks/results/<gpu>/<date>-drift.json."""
+    from kernels.jobs import warm
     from run import line, meta
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cuda"], required=True)
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile first")
+    parser.add_argument("--dry", metavar="I/N", help="only compile, the I-th of N parts")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--commit", help="revision measured, if there is no git here")
     parser.add_argument("--out", type=Path, default=drift.ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     if DEVICE != "cuda":
         raise SystemExit("--device cuda needs a CUDA device")
+    if arguments.dry:
+        part, parts = map(int, arguments.dry.split("/"))
+        for unit in units()[part::parts]:
+            compile_unit(unit)
+        return
+    if arguments.warm:
+        print(f"compiled in {warm(Path(drift.__file__), sys.argv[1:], arguments.warm):.0f} s")
     about = {
         **meta(arguments, Ceilings(0.0, 0.0)),
         "method": " ".join((__doc__ or "").split()),

@@ -27,11 +27,13 @@ class Job:
 
     Attributes:
         part: what it belongs to. rows: measures the case, or with dry=True only compiles for it.
+        key: see `compiles`; None for what follows from the case.
     """
 
     part: str
     case: Case
     rows: Rows
+    key: Hashable = None
 
     def __str__(self) -> str:
         case = self.case
@@ -41,8 +43,8 @@ class Job:
     def compiles(self) -> Hashable:
         """Equal for jobs that need the same compiled kernels, which batches often share."""
         case = self.case
-        if self.part in ("drift", "ncu"):
-            return self.part
+        if self.key is not None:
+            return self.part, self.key
         settings = [measure.launch_of(case), *measure.tiles(case, snapshots=case.tokens > 1)]
         special = case.batch == 1, case.batch % 16 == 0
         return self.part, case.layer, case.tokens, case.window, str(settings), special
@@ -158,22 +160,25 @@ def _drift(layers: Sequence[str], _: Sequence[int]) -> list[Job]:
     from kernels import folding
 
     def rows(_: Case, __: Ceilings, dry: bool) -> Iterator[Row]:
-        if dry:
-            list(folding.rows(tokens=4 * folding.drift.WINDOW))
-        else:
-            yield from folding.rows()
+        return iter(()) if dry else folding.rows()
 
-    return [Job("drift", Case(layers[0], LAYERS[layers[0]], 1), rows)]
+    def compiles(unit: folding.Unit) -> Rows:
+        return lambda _, __, dry: folding.compile_unit(unit) if dry else iter(())
+
+    case = Case(layers[0], LAYERS[layers[0]], 1)
+    ahead = [Job("drift", case, compiles(unit), unit) for unit in folding.units()]
+    return [Job("drift", case, rows, "all"), *ahead]
 
 
 def _ncu(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
     import ncu
 
-    def rows(case: Case, _: Ceilings, dry: bool) -> Iterator[Row]:
-        return iter(()) if dry else ncu.rows([case.layer], case.batch)
+    chosen = [name for name in ("M2", "G2", "K1") if name in layers] or layers
 
-    chosen = [name for name in ("M2", "G2", "K1") if name in layers]
-    return [Job("ncu", Case(name, LAYERS[name], max(batches)), rows) for name in chosen]
+    def rows(case: Case, _: Ceilings, dry: bool) -> Iterator[Row]:
+        return iter(()) if dry else ncu.rows(chosen, case.batch)
+
+    return [Job("ncu", Case(chosen[0], LAYERS[chosen[0]], max(batches)), rows, "all")]
 
 
 def _large(batches: Sequence[int]) -> list[int]:
