@@ -47,6 +47,8 @@ class Job:
             return self.part, self.key
         settings = [measure.launch_of(case), *measure.tiles(case, snapshots=case.tokens > 1)]
         special = case.batch == 1, case.batch % 16 == 0
+        if self.part == "peers":  # which choose by batch
+            settings.append({"batch": case.batch})
         return self.part, case.layer, case.tokens, case.window, str(settings), special
 
 

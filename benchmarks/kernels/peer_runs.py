@@ -70,6 +70,8 @@ class Peer:
 
         mixed = normal(sum(widths))
         parts = mixed.split(widths, 1)
+        if self.kind == "gdn" and self.case.tokens > 1:
+            parts = [part.contiguous() for part in parts]  # or the kernel's wrapper copies them
         v, k, q = parts if self.kind == "mamba2" else reversed(parts)
         return SimpleNamespace(
             mixed=mixed,
@@ -112,14 +114,18 @@ class Peer:
     @contextmanager
     def _blackwell(self):
         self.kernels.platform.blackwell = True
-        yield
-        self.kernels.platform.blackwell = False
+        try:
+            yield
+        finally:
+            self.kernels.platform.blackwell = False
 
     @contextmanager
     def _recurrent(self):
         self.packed = False
-        yield
-        self.packed = True
+        try:
+            yield
+        finally:
+            self.packed = True
 
     packed = True
 
