@@ -1,7 +1,8 @@
 """Write the model cards and `results.json` from the records of the runs.
 
-Every model folder given holds `run.json`, as `train.py` writes it. The card replaces it in the
-shipped folder; the numbers go to `results.json`.
+Every model folder given holds `run.json`, as `train.py` writes it; `--before` names the folders
+of the stages that came before, each with one such folder a kind. The card replaces the record in
+the shipped folder; the numbers go to `results.json`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ CARD = """# {kind}: a small hybrid language model for tests and demonstrations
 
 It exists so that decoding of recurrent states can be tried on trained weights without a download.
 It writes plausible English in the style of its training texts; it knows nothing, and it is no use
-as an assistant. It does not copy from its context or recall facts stated there: the last table
-shows it. Measure nothing that depends on retrieval with it.
+as an assistant. It does copy passages from its context and recalls facts stated there in the
+forms it was trained on; the last table says how well. Greedy decoding soon repeats itself.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,18 +50,18 @@ Weights are bfloat16, the state's own parameters (`A_log`, `dt_bias`, `D`) float
 
 | | |
 | --- | --- |
-| data | {share:.0%} of the rows synthetic copy and recall tasks, the others windows of 58 MB of \
-English (16.4 M tokens), listed in `training/sources.json` |
-| steps | {steps:,} of {batch_tokens:,} tokens |
+| data | windows of 58 MB of English (16.4 M tokens), listed in `training/sources.json`, and \
+synthetic rows of copy and recall tasks |
 | tokens | {tokens:,}, so about {epochs:.0f} passes over the texts |
-| row length | {rows} |
-| loss at the end, nats per token | {loss:.3f} (mean of the last {averaged} steps, \
-synthetic rows included) |
-| optimiser | AdamW, peak rate {peak_rate}, linear fall to zero over the last 40 % |
+| loss at the end, nats per token | {loss:.3f} on text (mean of the last {averaged} steps) |
+| optimiser | AdamW, linear fall of the rate at the end of a stage |
 | hardware | one H200, {seconds:.0f} s, shared with two other runs |
 | versions | torch {torch}, transformers {transformers} |
 | date, seed | {date}, {seed} |
-| command | `{command}` |
+
+| stage | steps | tokens a step | row length | synthetic rows | peak rate | command |
+| --- | --- | --- | --- | --- | --- | --- |
+{stages}
 
 ## Measurements
 
@@ -77,8 +78,8 @@ under bfloat16 autocast.
 {tasks}
 
 Recall counts an example when greedy decoding gives the whole answer; copy counts tokens of the
-passage behind its first eight, the right ones being given before each. The last row was measured
-on a CPU in float32.
+passage behind its first eight, the right ones being given before each. The last row is what the
+model guesses without the passage before it.
 """
 TASKS = {
     "recall_4_facts_120_tokens": "recall one of 4 facts, about 120 tokens",
@@ -107,45 +108,75 @@ def book_rows(evaluation: dict) -> str:
     return "\n".join(rows)
 
 
-def card(run: dict) -> str:
-    """The text of one model card."""
-    evaluation, losses = run["evaluation"], run["losses"]
-    averaged = losses[-1]["step"] - losses[-2]["step"]
-    rows = f"{run['length']} tokens"
-    if run["long_share"]:
-        rows += f", {run['long_length']} in the last {run['long_share']:.0%} of the budget"
-    values = {key: value for key, value in run.items() if key not in ("evaluation", "losses")}
+def share(run: dict) -> float:
+    """The share of synthetic rows; the first stage recorded it as one number."""
+    return run.get("synthetic_share", sum(run.get("shares", {}).values()))
+
+
+def card(stages: list[dict]) -> str:
+    """The text of one model card, from the records of all stages."""
+    run = stages[-1]
+    losses = run["losses"]
+    rows = [
+        f"| {number} | {stage['steps']:,} | {stage['batch_tokens']:,} | {stage['length']} | "
+        f"{share(stage):.0%} | {stage['peak_rate']} | `{stage['command']}` |"
+        for number, stage in enumerate(stages)
+    ]
+    facts = ("kind", "parameters", "torch", "transformers", "date", "seed")
     return CARD.format(
-        **values,
+        **{key: run[key] for key in facts},
         name=CLASSES[run["kind"]],
         layers=LAYERS[run["kind"]],
-        share=run["synthetic_share"],
-        rows=rows,
-        epochs=run["tokens"] * (1 - run["synthetic_share"]) / 16.4e6,
-        loss=losses[-1]["loss"],
-        averaged=averaged,
-        books=book_rows(evaluation),
-        tasks="\n".join(f"| {label} | {evaluation[key]:.3f} |" for key, label in TASKS.items()),
+        tokens=sum(stage["tokens"] for stage in stages),
+        epochs=sum(stage["tokens"] * (1 - share(stage)) for stage in stages) / 16.4e6,
+        seconds=sum(stage["seconds"] for stage in stages),
+        loss=losses[-1]["text"]["loss"],
+        averaged=losses[-1]["step"] - losses[-2]["step"],
+        stages="\n".join(rows),
+        books=book_rows(run["evaluation"]),
+        tasks="\n".join(
+            f"| {label} | {run['evaluation'][key]:.3f} |" for key, label in TASKS.items()
+        ),
     )
+
+
+def brief(run: dict, points: int = 12) -> dict:
+    """A record with few points of its losses: loss on text, accuracy on what was seen before."""
+    losses = run["losses"]
+    chosen = {round(i * (len(losses) - 1) / (points - 1)) for i in range(points)}
+    kept = []
+    for index in sorted(chosen):
+        entry = losses[index]
+        if "text" in entry:
+            short = {"step": entry["step"], "text_loss": entry["text"]["loss"]}
+            for name in ("copied noise", "copied text", "answer"):
+                if name in entry:
+                    short[f"{name.replace(' ', '_')}_accuracy"] = entry[name]["accuracy"]
+            entry = short
+        kept.append(entry)
+    return run | {"losses": kept}
 
 
 def main() -> None:
     """Write cards and results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", type=Path, nargs="+", help="output folders of train.py")
+    parser.add_argument("folders", type=Path, nargs="+", help="output folders of the last stage")
+    parser.add_argument("--before", type=Path, nargs="*", default=[], help="earlier stages")
     parser.add_argument("--assets", type=Path, default=Path("src/lazystate/assets/models"))
     args = parser.parse_args()
     results = []
     for folder in args.folders:
         run = json.loads((folder / "run.json").read_text("utf8"))
-        target = args.assets / run["kind"]
+        kind = run["kind"]
+        earlier = [json.loads((s / kind / "run.json").read_text("utf8")) for s in args.before]
+        target = args.assets / kind
         target.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if path.suffix in (".json", ".safetensors") and path.name != "run.json":
                 shutil.copy(path, target / path.name)
                 (target / path.name).chmod(0o644)
-        (target / "README.md").write_text(card(run), "utf8")
-        results.append(run)
+        (target / "README.md").write_text(card([*earlier, run]), "utf8")
+        results.append(brief(run) | {"before": [brief(stage) for stage in earlier]})
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf8")
 
 

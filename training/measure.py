@@ -91,31 +91,39 @@ def accuracy(
     return round(whole / len(tests), 4), round(right / count, 4)
 
 
-def evaluate(model: PreTrainedModel, tokenizer: Tokenizer, books: Path, seed: int = 1) -> dict:
-    """All measurements that the model cards report."""
+def book_scores(model: PreTrainedModel, tokenizer: Tokenizer, books: Path) -> dict:
+    """Perplexity and bits per byte of the held-out books, with a short and a long context."""
     alphabet = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     sizes = np.array([len(token) for token in alphabet])  # byte-level: one character, one byte
     result: dict = {"books": {}, "books_8192": {}}
-    held_out = {}
     for name in BOOKS:
         tokens = np.array(tokenizer.encode(read_book(books, name)).ids)
-        held_out[name] = tokens
         result["books"][name] = perplexity(model, tokens, sizes, 1024, 512)
         result["books_8192"][name] = perplexity(model, tokens, sizes, 8192, 4096)
+    return result
+
+
+def task_scores(
+    model: PreTrainedModel, tokenizer: Tokenizer, books: Path, longest: int, seed: int = 1
+) -> dict:
+    """Recall and copy over at most `longest` tokens, and copy without the first copy."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text).ids
 
-    filler, blank = held_out["moby-dick"], encode("\n\n")
+    result: dict = {}
+    filler = np.array(encode(read_book(books, "moby-dick")))
     for facts, length in ((4, 120), (16, 600), (8, 1024), (8, 4096)):
-        tests = synthetic.recall_test(filler, encode, 0, TESTS, facts, length, seed)
-        result[f"recall_{facts}_facts_{length}_tokens"] = accuracy(model, tests)[0]
+        if length <= longest:
+            tests = synthetic.recall_test(filler, encode, 0, TESTS, facts, length, seed)
+            result[f"recall_{facts}_facts_{length}_tokens"] = accuracy(model, tests)[0]
     for length, gap in ((64, 256), (256, 1024)):
-        tests = synthetic.copy_test(filler, 0, TESTS, length, gap, seed, blank)
-        result[f"copy_{length}_tokens_gap_{gap}"] = accuracy(model, tests)[1]
-    tests = synthetic.copy_test(filler, 0, TESTS, 64, 256, seed, blank)
-    alone = [(prompt[-8:], target) for prompt, target in tests]
-    result["copy_64_tokens_without_first"] = accuracy(model, alone)[1]
+        tests = synthetic.copy_test(filler, 0, TESTS, length, gap, seed, encode("\n\n"))
+        if gap <= longest:
+            result[f"copy_{length}_tokens_gap_{gap}"] = accuracy(model, tests)[1]
+        if length == 64:
+            alone = [(prompt[-8:], target) for prompt, target in tests]
+            result["copy_64_tokens_without_first"] = accuracy(model, alone)[1]
     return result
 
 
@@ -125,24 +133,39 @@ def load(folder: Path, device: str) -> tuple[PreTrainedModel, Tokenizer]:
     return model.to(device).eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def main() -> None:
-    """Evaluate a folder, or only the first tokens of the two books (`--slice`)."""
+def parse() -> argparse.Namespace:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--books", type=Path, default=Path("src/lazystate/assets/books"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", choices=("books", "tasks"))
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of a task's example")
     parser.add_argument("--slice", type=int, help="only perplexity, on so many tokens per book")
-    args = parser.parse_args()
+    parser.add_argument("--record", action="store_true", help="add to the folder's run.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Evaluate a folder, or only the first tokens of the two books (`--slice`)."""
+    args = parse()
     operators.use_chunked(False) if args.device == "cuda" else operators.use_reference()
     model, tokenizer = load(args.model, args.device)
-    if args.slice is None:
-        print(json.dumps(evaluate(model, tokenizer, args.books), indent=2))
+    if args.slice is not None:
+        alphabet = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+        sizes = np.array([len(token) for token in alphabet])
+        for name in BOOKS:
+            tokens = np.array(tokenizer.encode(read_book(args.books, name)).ids)[: args.slice]
+            print(name, perplexity(model, tokens, sizes, 1024, 512))
         return
-    alphabet = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
-    sizes = np.array([len(token) for token in alphabet])
-    for name in BOOKS:
-        tokens = np.array(tokenizer.encode(read_book(args.books, name)).ids)[: args.slice]
-        print(name, perplexity(model, tokens, sizes, 1024, 512))
+    found = book_scores(model, tokenizer, args.books) if args.only != "tasks" else {}
+    if args.only != "books":
+        found |= task_scores(model, tokenizer, args.books, args.longest)
+    print(json.dumps(found, indent=2))
+    if args.record:
+        path = args.model / "run.json"
+        run = json.loads(path.read_text("utf8")) | {"evaluation": found}
+        path.write_text(json.dumps(run, indent=2) + "\n", "utf8")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,13 @@ def shifted_conv(
     return F.silu(out).to(hidden_states.dtype)
 
 
+def no_mask(*_: object, **__: object) -> None:
+    """No mask: attention is causal without one, and rows are never padded on the left.
+
+    The stock function looks at values on the device, which a recorded step cannot.
+    """
+
+
 def use_chunked(compiled: bool) -> None:
     """Run the recurrences in the chunked form; optionally compile them and the small parts."""
     use_reference()
@@ -55,12 +62,15 @@ def use_chunked(compiled: bool) -> None:
     def compile_(function: object) -> object:
         return torch.compile(function, dynamic=False) if compiled else function
 
-    inner_scan, conv = compile_(stock_scan), compile_(shifted_conv)
+    fast_scan, conv = compile_(recurrence.mamba2_scan), compile_(shifted_conv)
 
-    def scan(hidden_states: Tensor, *args: object, **options: object) -> Tensor:
-        """The stock Mamba-2 scan, kept out of autocast."""
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return inner_scan(hidden_states, *args, **options).to(hidden_states.dtype)
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: object) -> Tensor:
+        """The Mamba-2 scan, kept out of autocast; the stock one where a row has a part chunk."""
+        with torch.autocast(x.device.type, enabled=False):
+            if x.shape[1] % recurrence.SCAN_CHUNK:
+                return stock_scan(x, dt, A, B, C, **options).to(x.dtype)
+            bias, floor = options["dt_bias"], options["dt_limit"][0]
+            return fast_scan(x, dt, A, B, C, options["D"], bias, floor).to(x.dtype)
 
     recurrence.PIECES["prepare"] = compile_(recurrence.prepare)
     recurrence.PIECES["finish"] = compile_(recurrence.finish)
@@ -69,6 +79,7 @@ def use_chunked(compiled: bool) -> None:
     modeling_kimi_linear.chunk_kimi_delta_attention = recurrence.delta_rule
     for module in MODULES:
         module.causal_conv1d_fn = conv
+        module.create_causal_mask = no_mask
         for name, value in list(vars(module).items()):
             own = getattr(value, "__module__", "") == module.__name__
             if compiled and own and isinstance(value, type) and name.endswith(PARTS):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 16
+SCAN_CHUNK = 64  # of Mamba-2
 Tensor = torch.Tensor
 
 
@@ -115,3 +116,34 @@ def delta_rule(
     length = true_length + pad
     out = out.view(length // CHUNK, batch, heads, CHUNK, size).permute(1, 0, 3, 2, 4)
     return out.reshape(batch, length, heads, size)[:, :true_length].to(value.dtype), None
+
+
+def mamba2_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, floor: float
+) -> Tensor:
+    """Mamba-2 over whole rows from a zero state: products of matrices, chunks of 64 tokens.
+
+    Shapes as in the stock operator: x [B, T, H, P], dt [B, T, H], B and C [B, T, G, N].
+    """
+    batch, length, heads, size = x.shape
+    each, chunks = heads // B.shape[2], length // SCAN_CHUNK
+    step = F.softplus(dt.float() + dt_bias).clamp(min=floor)
+
+    def split(y: Tensor) -> Tensor:
+        return y.float().view(batch, chunks, SCAN_CHUNK, *y.shape[2:]).transpose(2, 3)
+
+    x, step = x.float(), step.unsqueeze(-1)
+    inputs, total = split(x * step), split(A[:, None] * step).cumsum(-2)
+    key, query = (split(y).repeat_interleave(each, dim=2) for y in (B, C))
+    future = torch.ones(SCAN_CHUNK, SCAN_CHUNK, dtype=torch.bool, device=x.device).triu(1)
+    inside = (total - total.mT).masked_fill(future, float("-inf")).exp() * (query @ key.mT)
+    last = total[..., -1:, :]
+    adds = (key * (last - total).exp()).mT @ inputs
+    whole = F.pad(last[..., 0, 0].transpose(1, 2).cumsum(-1), (1, 0))
+    gap = whole[..., :-1, None] - whole[..., None, 1:]  # from the end of a chunk to the start
+    late = torch.ones(chunks, chunks, dtype=torch.bool, device=x.device).triu()
+    carry = gap.masked_fill(late, float("-inf")).exp()
+    states = carry @ adds.transpose(1, 2).flatten(3)
+    states = states.view(batch, heads, chunks, -1, size).transpose(1, 2)
+    out = inside @ inputs + (query * total.exp()) @ states
+    return out.transpose(2, 3).reshape(batch, length, heads, size) + D[:, None] * x

@@ -1,24 +1,39 @@
 """Synthetic rows that teach copying and key-value recall, and the test sets that measure them.
 
-A row is a fixed number of tokens. *Repeat* rows hold a passage of the training text, some filler,
-and the same passage again. *Recall* rows state facts ("The code for the red lantern is 4821."),
-with or without filler between them, and ask for them later ("What is the code for the red
-lantern? 4821."). Everything is drawn from a seeded generator, so no row is ever stored.
+A row is a fixed number of tokens, filled with examples of three tasks. *Noise* examples hold a
+passage of random tokens and copies of it: there only copying lowers the loss. *Repeat* examples
+hold a passage of the training text, some filler, and the same passage again. *Recall* examples
+state facts ("The code for the red lantern is 4821."), with or without filler between them, and
+ask for them later ("What is the code for the red lantern? 4821."). Every token has a tag that
+says what it is, so that the loss can weigh it. Everything is drawn from a seeded generator, so no
+row is ever stored.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
 Encode = Callable[[str], list[int]]
 Tokens = np.ndarray
 
+TAGS = ("text", "noise", "copied noise", "copied text", "answer", "task")
+TEXT, NOISE, COPIED_NOISE, COPIED_TEXT, ANSWER, TASK = range(len(TAGS))
+PIECES = re.compile(r" ?[A-Za-z]+| ?[^A-Za-z0-9\s]+|\s+|[0-9]")
+
 
 def words(text: str) -> tuple[str, ...]:
     """The words of a text."""
     return tuple(text.split())
+
+
+def piecewise(encode: Encode) -> Encode:
+    """The same encoding, from remembered pieces that the tokenizer never joins."""
+    known = cache(encode)
+    return lambda text: [token for piece in PIECES.findall(text) for token in known(piece)]
 
 
 ADJECTIVES = words(
@@ -98,11 +113,24 @@ class Facts:
         return list(facts.values())
 
 
+class Row:
+    """A growing row: tokens and their tags."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.tags: list[int] = []
+
+    def add(self, tokens: list[int], tag: int) -> None:
+        """Append tokens that have one tag."""
+        self.tokens += tokens
+        self.tags += [tag] * len(tokens)
+
+
 class Synthetic:
     """Generator of synthetic rows over a stream of text tokens."""
 
-    def __init__(self, text: Tokens, encode: Encode, eos: int, seed: int) -> None:
-        self.text, self.encode, self.eos = text, encode, eos
+    def __init__(self, text: Tokens, encode: Encode, eos: int, seed: int, size: int = 4096) -> None:
+        self.text, self.encode, self.eos, self.size = text, encode, eos, size
         self.rng = np.random.default_rng(seed)
         self.facts = Facts(self.rng)
         self.blank = encode("\n\n")
@@ -113,47 +141,83 @@ class Synthetic:
         window = self.text[start : start + length]
         return window[window != self.eos].tolist()
 
+    def random_tokens(self, length: int) -> list[int]:
+        """Tokens of the whole vocabulary, of a small part of it, or of a shuffled passage."""
+        form = self.rng.integers(3)
+        if form == 0:
+            return self.rng.integers(1, self.size, length).tolist()
+        if form == 1:
+            few = self.rng.integers(1, self.size, self.log_uniform(8, 256))
+            return few[self.rng.integers(len(few), size=length)].tolist()
+        return self.rng.permutation(self.passage(length)).tolist()
+
     def log_uniform(self, low: int, high: int) -> int:
         """An integer drawn log-uniformly."""
         return int(np.exp(self.rng.uniform(np.log(low), np.log(max(high, low + 1)))))
 
-    def repeat(self, room: int) -> list[int]:
+    def noise(self, row: Row, room: int) -> None:
+        """Random tokens and one to three copies of them, at once or behind some text."""
+        length = self.log_uniform(8, max(room // 2, 9))
+        passage = self.random_tokens(length)
+        row.add(passage, NOISE)
+        room -= length
+        for _ in range(self.rng.integers(1, 4)):
+            if room < length:
+                return
+            gap = self.log_uniform(1, room - length) if room - length > 8 else 0
+            if gap > 4 and self.rng.random() < 0.5:
+                row.add(self.passage(gap), TEXT)
+                room -= gap
+            row.add(passage[:1], NOISE)
+            row.add(passage[1:], COPIED_NOISE)
+            room -= length
+
+    def repeat(self, row: Row, room: int) -> None:
         """A passage, filler of any length, and the passage again."""
         length = self.log_uniform(16, max(room // 3, 17))
         gap = self.log_uniform(1, max(room - 2 * length, 2))
         passage = self.passage(length)
-        middle = self.blank + self.passage(gap) + self.blank if gap > 8 else self.blank
-        return passage + middle + passage + self.blank
+        row.add(passage + self.blank, TEXT)
+        if gap > 8:
+            row.add(self.passage(gap) + self.blank, TEXT)
+        row.add(passage[:4], TEXT)
+        row.add(passage[4:], COPIED_TEXT)
+        row.add(self.blank, TEXT)
 
-    def recall(self, room: int) -> list[int]:
+    def recall(self, row: Row, room: int) -> None:
         """Facts, then questions about some of them in another order."""
-        count = self.log_uniform(1, max(room // 40, 2))
-        facts = self.facts.distinct(count)
-        filler = self.log_uniform(1, max((room - 40 * count) // count, 2))
+        facts = self.facts.distinct(self.log_uniform(1, max(room // 40, 2)))
+        filler = self.log_uniform(1, max((room - 40 * len(facts)) // len(facts), 2))
         filler = filler if self.rng.random() < 0.6 else 0
-        out: list[int] = []
         for statement, _, answer in facts:
-            out += self.encode(f"{statement} {answer}. ")
+            row.add(self.encode(f"{statement} {answer}. "), TASK)
             if filler > 12:
-                out += self.blank + self.passage(filler) + self.blank
-        out += self.blank
-        asked = self.rng.permutation(len(facts))[: self.rng.integers(1, len(facts) + 1)]
+                row.add(self.blank + self.passage(filler) + self.blank, TEXT)
+        row.add(self.blank, TASK)
+        asked = self.rng.permutation(len(facts))
+        if self.rng.random() < 0.3:
+            asked = asked[: self.rng.integers(1, len(facts) + 1)]
         restate = self.rng.random() < 0.25
         for index in asked:
             statement, question, answer = facts[index]
-            out += self.encode(f"{statement if restate else question} {answer}.\n")
-        return out + self.blank
+            row.add(self.encode(statement if restate else question), TASK)
+            row.add(self.encode(f" {answer}."), ANSWER)
+            row.add(self.encode("\n"), TASK)
+        row.add(self.blank, TASK)
 
-    def row(self, length: int) -> Tokens:
-        """One row: examples of one or several sizes until the row is full."""
-        out: list[int] = []
-        while length - len(out) > 64:
-            room = length - len(out)
-            room = room if self.rng.random() < 0.6 else self.rng.integers(64, room + 1)
-            out += self.repeat(room) if self.rng.random() < 0.4 else self.recall(room)
-            out.append(self.eos)
-        out += self.passage(length)
-        return np.asarray(out[:length], dtype=np.int64)
+    def row(self, length: int, shares: tuple[float, float, float]) -> tuple[Tokens, Tokens]:
+        """Tokens and tags of one row: examples of one or several sizes until the row is full.
+
+        `shares` are those of noise, repeat and recall examples, and sum to one.
+        """
+        tasks = (self.noise, self.repeat, self.recall)
+        row = Row()
+        while (room := length - len(row.tokens)) > 64:
+            room = room if self.rng.random() < 0.5 else self.rng.integers(64, room + 1)
+            tasks[self.rng.choice(3, p=shares)](row, room)
+            row.add([self.eos], TEXT)
+        row.add(self.passage(length), TEXT)
+        return np.asarray(row.tokens[:length]), np.asarray(row.tags[:length])
 
 
 def recall_test(
