@@ -1,6 +1,6 @@
 """One optimiser step: the weighted loss, and the whole step as one CUDA graph.
 
-Models of this size are bound by the launches of small kernels; a recorded step has none.
+A step of models of this size is thousands of small kernels; a recorded step launches them at once.
 """
 
 from __future__ import annotations
