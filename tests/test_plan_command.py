@@ -41,7 +41,7 @@ def test_table_names_the_model_and_its_source():
     """The table is for a reader: model, methods, and where the shape is from."""
     result = run("qwen3.5-4b", "--batch", "8")
     assert result.exit_code == 0, result.output
-    for text in ("Qwen3.5-4B, batch 8", "plain", "replay", "Table 5"):
+    for text in ("Qwen3.5-4B, batch 8", "plain", "replay", "Table 5", "Faster on one NVIDIA H200"):
         assert text in result.output
 
 

@@ -46,6 +46,9 @@ def plan(
     context: Annotated[
         int, typer.Option(min=0, help="Tokens of KV cache a request holds, where known.")
     ] = 0,
+    gpu: Annotated[
+        str, typer.Option(help="Whose measured times choose the method, as its driver names it.")
+    ] = "NVIDIA H200",
     as_json: Json = False,
 ) -> None:
     """Plan decoding: bytes of recurrent state a token, time a step, memory, the largest batch.
@@ -65,6 +68,8 @@ def plan(
     ```
     """
     from lazystate import planner
+    from lazystate.ops.auto import auto
+    from lazystate.ops.tables import entries
     from lazystate.presets import shape_from_config
 
     with usage_errors():
@@ -93,11 +98,21 @@ def plan(
             )
             for each in wanted
         ]
+        choice = auto(
+            shape.layer,
+            batch,
+            tokens,
+            table=entries(gpu),
+            window=max(window or 16, tokens),
+            read_gbs=bandwidth,
+            copy_gbs=copy_bandwidth,
+        )
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in plans], indent=1))
         return
     console = Console(highlight=False)
     console.print(_table(f"{shape.name}, batch {batch}", plans))
+    console.print(f"Faster on one {gpu}: {choice}.")
     console.print(f"[dim]Shape: {shape.source}.[/dim]")
 
 
