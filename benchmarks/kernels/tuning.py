@@ -23,14 +23,25 @@ Setting = dict[str, Any]
 Group = dict[str, tuple[Any, ...]]
 # Fields of a launch setting and their values. All combinations of a group are tried, then those of
 # the next group from the best so far. Fields that a setting does not have are left out.
-GROUPS: tuple[Group, ...] = (
+FEW: tuple[Group, ...] = (  # rows: one launch, as many programs as there can be
     {
-        "block_v": (8, 16, 32, 64),
-        "tiles": (1, 2, 4, 8),
-        "stages": (1, 2, 3),
-        "warps": (1, 2, 4),
+        "block_v": (16, 32),
+        "tiles": (1,),
+        "stages": (1,),
+        "warps": (1, 2),
+        "fold_block_v": (0,),
+        "fold_tiles": (1,),
+        "fold_warps": (1,),
     },
-    {"fold_block_v": (0, 8, 16, 32), "fold_warps": (1, 2, 4)},
+    {"fold_block_v": (0, 16)},
+)
+MANY: tuple[Group, ...] = (
+    {"block_v": (16, 32), "tiles": (2, 4, 5, 8), "stages": (2,), "warps": (1,)},
+    {"fold_block_v": (16, 32), "fold_tiles": (1, 4, 5, 8), "fold_warps": (1,)},
+)
+DRAFTS: tuple[Group, ...] = (
+    {"block_v": (32,), "tiles": (2, 4, 8), "stages": (2,), "warps": (1, 2)},
+    {"fold_block_v": (16,), "fold_tiles": (1, 4, 8), "fold_warps": (1,)},
 )
 TILES: Group = {"block_v": (4, 8, 16, 32), "warps": (1, 2, 4)}
 REPEATS = 10
@@ -41,7 +52,7 @@ class Trial:
     """One entry of the table to be found.
 
     Attributes:
-        method: replay, plain or snapshot. groups: values of fields, see GROUPS.
+        method: replay, plain or snapshot. groups: values of fields, see `groups_of`.
     """
 
     method: str
@@ -52,19 +63,32 @@ class Trial:
         return f"{self.method} {self.case.layer} B {self.case.batch} T {self.case.tokens}"
 
 
+def groups_of(case: Case, method: str) -> tuple[Group, ...]:
+    """The values that are worth a trial for a case."""
+    if method != "replay":
+        return (TILES,)
+    if case.batch * case.spec.heads < 8192:
+        return FEW
+    return MANY if case.tokens == 1 else DRAFTS
+
+
 def valid(spec: LayerSpec, setting: Setting) -> bool:
     """Whether tiles are not wider than V, and a program's tiles are of whole heads or of one."""
-    widest = triton.next_power_of_2(spec.value_dim)
-    block_v, tiles = setting["block_v"], setting.get("tiles", 1)
-    if max(block_v, setting.get("fold_block_v", 0)) > widest:
+    if setting.get("stages", 1) > setting.get("tiles", 1):
         return False
-    if setting.get("stages", 1) > tiles or (
-        setting.get("fold_block_v", 1) == 0 and setting.get("fold_warps", 1) > 1
-    ):
+    sizes = [(setting["block_v"], setting.get("tiles", 1))]
+    if setting.get("fold_block_v", 0):
+        sizes.append((setting["fold_block_v"], setting["fold_tiles"]))
+    elif setting.get("fold_tiles", 1) * setting.get("fold_warps", 1) > 1:
         return False
+    return all(_whole(spec, *size) for size in sizes)
+
+
+def _whole(spec: LayerSpec, block_v: int, tiles: int) -> bool:
     a_head = triton.cdiv(spec.value_dim, block_v)
     all_tiles = a_head * (spec.group if spec.decay == "scalar" else 1)
-    return all_tiles % tiles == 0 and (a_head % tiles == 0 or tiles % a_head == 0)
+    fits = block_v <= triton.next_power_of_2(spec.value_dim) and all_tiles % tiles == 0
+    return fits and (a_head % tiles == 0 or tiles % a_head == 0)
 
 
 def first(trial: Trial) -> Setting:
@@ -92,16 +116,19 @@ def trials(
 ) -> list[Trial]:
     """The entries to be found, large batches first, standard decoding before verification.
 
-    chosen: values in place of those of GROUPS.
+    chosen: values in place of those of `groups_of`.
     """
-    groups = tuple({**group, **{n: chosen[n] for n in group if n in chosen}} for group in GROUPS)
     found = []
     for count, batch, name in itertools.product(tokens, sorted(batches, reverse=True), layers):
         case = Case(name, LAYERS[name], batch, count, count)
         for method in methods:
             if (method == "plain" and count > 1) or (method == "snapshot" and count == 1):
                 continue
-            found.append(Trial(method, case, groups if method == "replay" else (TILES,)))
+            groups = tuple(
+                {**group, **{n: chosen[n] for n in group if n in chosen}}
+                for group in groups_of(case, method)
+            )
+            found.append(Trial(method, case, groups))
     return found
 
 

@@ -22,19 +22,12 @@ def load_tile(base, at, there, K: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
-def load_vector(base, there, K: tl.constexpr, KP: tl.constexpr):
-    """K elements in FP32 -> [KP]; zeros unless there."""
-    column = tl.arange(0, KP)
-    return load_f32(base + column, there & (column < K))
-
-
-@triton.jit
 def dot_exact(a, b, NARROW: tl.constexpr):
     """a [m, k] times b [k, n] at FP32 level; NARROW: b came from 16 bits and is exact in TF32."""
     if NARROW:
         high = (a.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
         out = tl.dot(high, b, input_precision="tf32")
-        out = tl.dot(a - high, b, out, input_precision="tf32")
+        out += tl.dot(a - high, b, input_precision="tf32")
     else:
         out = tl.dot(a, b, input_precision="tf32x3")
     return out
@@ -59,10 +52,10 @@ def segments(token, newer):
 
 @triton.jit
 def channel_scores(
-    x,
-    token,
+    queries,
     keys,
     gates,
+    query_stride,
     key_stride,
     gate_stride,
     first,
@@ -70,44 +63,64 @@ def channel_scores(
     R: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
-    """Products of x [r, KP] with the block's keys, decayed per channel, and the decays of x.
+    """Products of a block's keys with its later keys and queries, decayed per channel in between.
 
-    Token s of the block lies at position first + s of a ring of R; row r of x belongs to `token`
-    [r]. Keys at keys + position * key_stride, log-decays likewise.
+    A walk along the tokens: every key seen so far decays by one token's gates at a time, so that
+    nothing is divided and a reset stays exact. Token s lies at position first + s of a ring of R;
+    keys at keys + position * key_stride, log-decays and queries likewise.
+
+    KEYS, QUERIES: the first column of keys' and of queries' products, below 0 for none.
 
     Returns:
-        (scores [r, N], wrong where s is newer than r's token, log-decay up to each row [r, KP],
-        log-decay behind each row [r, KP], total log-decay [KP]).
+        [N, N], key s is a row and vector t a column; zero where s is newer, and for keys also where
+        it is the same.
     """
-    KP: tl.constexpr = x.shape[1]
-    column = tl.arange(0, N)
-    scores = tl.zeros([x.shape[0], N], tl.float32)
-    segment = tl.zeros([x.shape[0], KP], tl.float32)
-    prefix = tl.zeros([x.shape[0], KP], tl.float32)
-    behind = tl.zeros([x.shape[0], KP], tl.float32)
-    total = tl.zeros([KP], tl.float32)
-    for back in range(count):
-        s = count - 1 - back
-        place = wrapped(first + s, R)
-        key = load_vector(keys + place * key_stride, True, K, KP)
-        gate = load_vector(gates + place * gate_stride, True, K, KP)
-        scored = tl.sum(x * tl.exp(segment) * key[None, :], 1)
-        scores = tl.where(column[None, :] == s, scored[:, None], scores)
-        segment = tl.where((token >= s)[:, None], segment + gate[None, :], 0.0)
-        prefix = tl.where((token >= s)[:, None], prefix + gate[None, :], prefix)
-        behind = tl.where((token < s)[:, None], behind + gate[None, :], behind)
-        total += gate
-    return scores, prefix, behind, total
+    KP: tl.constexpr = triton.next_power_of_2(K)
+    row = tl.arange(0, N)
+    column = tl.arange(0, KP)
+    seen = tl.zeros([N, KP], tl.float32)
+    out = tl.zeros([N, N], tl.float32)
+    for t in tl.range(0, count, num_stages=2):
+        at = wrapped(first + t, R)
+        key = load_f32(keys + at * key_stride + column, column < K)
+        gate = load_f32(gates + at * gate_stride + column, column < K)
+        seen *= tl.exp(gate)[None, :]
+        if KEYS >= 0:
+            scores = tl.sum(seen * key[None, :], 1)
+            out = tl.where(row[None, :] == t + KEYS, scores[:, None], out)
+        seen = tl.where(row[:, None] == t, key[None, :], seen)
+        if QUERIES >= 0:
+            query = load_f32(queries + at * query_stride + column, column < K)
+            scores = tl.sum(seen * query[None, :], 1)
+            out = tl.where(row[None, :] == t + QUERIES, scores[:, None], out)
+    return out
 
 
 @triton.jit
-def substitute(lower, count):
-    """Transposed inverse of I + lower [n, n], strictly lower triangular, row after row (Eq. 12)."""
+def _border(token, column, SIZE: tl.constexpr):
+    """Whether an odd multiple of SIZE lies between, no farther than SIZE from either -> [r, s]."""
+    block = (token // SIZE)[:, None]
+    return (block % 2 == 1) & ((column // SIZE)[None, :] == block - 1)
+
+
+@triton.jit
+def inverted(lower, N: tl.constexpr):
+    """Inverse of I + lower [n, n], strictly lower triangular, zero from row N on (Eq. 12).
+
+    Diagonal blocks of twice the size from those of the last: as stable as substitution, in
+    products instead of N dependent rows.
+    """
     row = tl.arange(0, lower.shape[0])
     inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
-    for t in range(1, count):
-        coefficients = tl.sum(tl.where(row[:, None] == t, lower, 0.0), 0)
-        column = tl.sum(inverse * coefficients[None, :], 1)
-        inverse = tl.where(row[None, :] == t, inverse - column[:, None], inverse)
+    for level in tl.static_range(4):
+        if (1 << level) < N:
+            corner = tl.where(_border(row, row, 1 << level), lower, 0.0)
+            if level == 0:
+                inverse -= corner
+            else:
+                half = tl.dot(inverse, corner, input_precision="tf32x3")
+                inverse -= tl.dot(half, inverse, input_precision="tf32x3")
     return inverse

@@ -24,8 +24,8 @@ class Rows:
         meta: int64 [B, 8], a row's slot (-1 if padded), committed records h, tokens seen, length,
             1 if it folds, 1 if its checkpoint is zero and is not read, ring position of the next
             record (so that the kernels need no remainder), and a pad to one cache line.
-        order: int32 [1 + B], how many rows fold, then all batch rows, those that fold first: they take
-            longest.
+        order: int32 [1 + B], how many rows fold, then all batch rows, those that fold first, as
+            they take longest.
         tokens: T.
     """
 

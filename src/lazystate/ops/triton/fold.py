@@ -10,14 +10,20 @@ import triton
 import triton.language as tl
 
 from lazystate.ops.triton.block import (
-    channel_scores,
     dot_exact,
     dot_narrow,
+    inverted,
     load_tile,
     segments,
-    substitute,
 )
-from lazystate.ops.triton.device import load_f32, wrapped
+from lazystate.ops.triton.device import (
+    advance,
+    load_f32,
+    load_row,
+    load_rows,
+    store_rows,
+    wrapped,
+)
 
 SIZE = tl.constexpr(16)  # records of a block
 
@@ -37,60 +43,102 @@ def fold(
     V: tl.constexpr,
     BV: tl.constexpr,
     TILES: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCKS: tl.constexpr,
     R: tl.constexpr,
     ERASE: tl.constexpr,
     CHANNEL: tl.constexpr,
     HAS_BETA: tl.constexpr,
     RAW: tl.constexpr,
+    SMALL: tl.constexpr,
 ):
-    """Fold `held` records that end before ring position `start` into a program's tiles."""
+    """Fold `held` records that end before ring position `start` into a program's tiles.
+
+    SMALL: largest tile, so that a kernel that serves other rows, too, needs few registers.
+    """
     KP: tl.constexpr = triton.next_power_of_2(K)
-    G: tl.constexpr = K if CHANNEL else 1
     per_head: tl.constexpr = (V + BV - 1) // BV
     heads: tl.constexpr = (TILES + per_head - 1) // per_head
     tiles: tl.constexpr = TILES // heads
-    BF: tl.constexpr = BV if BV < 16 else 16  # a smaller tile keeps the kernel's registers low
+    BF: tl.constexpr = BV if BV < SMALL else SMALL
     H: tl.constexpr = HV // GROUP
     column = tl.arange(0, KP)
     for i in range(heads):
         n = part * TILES + i * tiles
         head = key_head * GROUP + n // per_head
         inverses = ()
-        if ERASE and RAW:
+        if ERASE and RAW and not CHANNEL:
             for b in tl.static_range(BLOCKS):
-                inverses = inverses + (
-                    _inverse(
-                        ring, head, start - held + b * SIZE, held - b * SIZE, H, HV, K, R, CHANNEL
-                    ),
-                )
-        for m in range(tiles * (BV // BF)):
+                first, count = start - held + b * SIZE, held - b * SIZE
+                inverses = inverses + (_inverse(ring, head, first, count, H, HV, K, R),)
+        for m in tl.range(0, tiles * (BV // BF), num_stages=STAGES):
             channel = n % per_head * BV + m * BF + tl.arange(0, BF)
             in_v = channel < V
-            at = state + (head * V + channel)[:, None] * K + column[None, :]
-            inside = in_v[:, None] & (column < K)[None, :]
-            tile = load_f32(at, inside & stored)
-            for b in tl.static_range(BLOCKS):
-                tile = _fold_block(
-                    tile,
-                    inverses[b] if ERASE and RAW else 0.0,
-                    ring,
-                    head,
-                    head * V + channel,
-                    in_v,
-                    start - held + b * SIZE,
-                    held - b * SIZE,
-                    H,
-                    HV,
-                    K,
-                    V,
-                    R,
-                    ERASE,
-                    CHANNEL,
-                    HAS_BETA,
-                    RAW,
-                )
-            tl.store(at, tile.to(state.dtype.element_ty), mask=inside)
+            at_v = head * V + channel
+            if ERASE and RAW and CHANNEL:
+                _walk(state, ring, head, at_v, in_v, stored, start - held, held, H, HV, K, V, R)
+            else:
+                at = state + at_v[:, None] * K + column[None, :]
+                inside = in_v[:, None] & (column < K)[None, :]
+                tile = load_f32(at, inside & stored)
+                for b in tl.static_range(BLOCKS):
+                    tile = _fold_block(
+                        tile,
+                        inverses[b] if ERASE and RAW else 0.0,
+                        ring,
+                        head,
+                        at_v,
+                        in_v,
+                        start - held + b * SIZE,
+                        held - b * SIZE,
+                        H,
+                        HV,
+                        K,
+                        V,
+                        R,
+                        ERASE,
+                        CHANNEL,
+                        HAS_BETA,
+                        RAW,
+                    )
+                tl.store(at, tile.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _walk(
+    state,
+    ring,
+    head,
+    at_v,
+    in_v,
+    stored,
+    first,
+    held,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Raw records one after the other through the recurrence itself (Eq. 1, 2).
+
+    With a decay per channel and erase, where the products between a block's keys would cost more.
+    """
+    KC: tl.constexpr = (K + 15) // 16
+    tile = load_rows(state, at_v * K, in_v & stored, K, KC, 16)
+    for j in tl.range(0, held, loop_unroll_factor=2):
+        place = wrapped(first + j, R)
+        tile = advance(
+            tile,
+            load_row(ring[0] + place * (H * K), True, K, KC, 16),
+            load_f32(ring[1] + at_v + place * (HV * V), in_v),
+            load_row(ring[3] + head * K + place * (HV * K), True, K, KC, 16),
+            tl.load(ring[4] + head + place * HV),
+            KC,
+            True,
+            True,
+        )
+    store_rows(state, at_v * K, in_v, tile, K, KC, 16)
 
 
 @triton.jit
@@ -113,22 +161,17 @@ def _inverse(
     HV: tl.constexpr,
     K: tl.constexpr,
     R: tl.constexpr,
-    CHANNEL: tl.constexpr,
 ):
     """Transposed inverse of a block's I + B A, from raw records (Eq. 12, 14)."""
     narrow: tl.constexpr = ring[0].dtype.element_ty.primitive_bitwidth == 16
-    G: tl.constexpr = K if CHANNEL else 1
+    count = tl.minimum(count, SIZE)
     token, there, place, keys = _block(ring, head, first, count, H, HV, K, R)
-    count = tl.minimum(tl.maximum(count, 0), SIZE)
-    if CHANNEL:
-        scores, _, _, _ = channel_scores(
-            keys, token, ring[0], ring[3] + head * G, H * K, HV * G, first, count, R, K, SIZE
-        )
-    else:
-        following = load_f32(ring[3] + head + wrapped(first + 1 + token, R) * HV, token + 1 < count)
-        scores = dot_narrow(keys, tl.trans(keys), narrow) * tl.exp(segments(token, following))
+    newer = ring[3] + head + wrapped(first + 1 + token, R) * HV
+    newer = load_f32(newer, token + 1 < count)
+    scores = dot_narrow(keys, tl.trans(keys), narrow) * tl.exp(segments(token, newer))
     beta = load_f32(ring[4] + head + place * HV, there)
-    return substitute(tl.where(token[None, :] < token[:, None], scores * beta[:, None], 0.0), count)
+    older = token[None, :] < token[:, None]
+    return tl.trans(inverted(tl.where(older, scores * beta[:, None], 0.0), SIZE))
 
 
 @triton.jit
@@ -166,19 +209,15 @@ def _fold_block(
         newer = load_tile(
             ring[3] + head * G, following * (HV * G), token + 1 < count, K, keys.shape[1]
         )
-        read_keys = keys * tl.exp(tl.cumsum(gates, 0))
         write_keys = keys * tl.exp(tl.cumsum(newer, 0, reverse=True))
         decay = tl.exp(tl.sum(gates, 0))[None, :]
     else:
         gates = load_f32(ring[3] + head + place * HV, there)
         newer = load_f32(ring[3] + head + following * HV, token + 1 < count)
-        read_keys = keys
         write_keys = keys
         decay = tl.exp(tl.sum(gates, 0))
     if ERASE and RAW:
-        known = dot_exact(tile, tl.trans(read_keys), narrow and not CHANNEL)
-        if not CHANNEL:
-            known *= tl.exp(tl.cumsum(gates, 0))[None, :]
+        known = dot_exact(tile, tl.trans(keys), narrow) * tl.exp(tl.cumsum(gates, 0))[None, :]
         beta = load_f32(ring[4] + head + place * HV, there)
         writes = tl.dot((writes - known) * beta[None, :], inverse, input_precision="tf32x3")
     elif HAS_BETA and not ERASE:

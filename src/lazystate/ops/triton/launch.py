@@ -31,6 +31,7 @@ class Launch:
         warps: warps of one program.
         fold_block_v: value channels of a tile in a launch of its own for the rows that fold; 0 for
             one launch for all rows: one launch less, but more registers for the many.
+        fold_tiles: tiles of a program of that launch.
         fold_warps: warps of a program of that launch.
     """
 
@@ -39,15 +40,22 @@ class Launch:
     stages: int
     warps: int
     fold_block_v: int = 0
+    fold_tiles: int = 1
     fold_warps: int = 1
 
 
 def default_launch(spec: LayerSpec, batch: int, tokens: int) -> Launch:
-    """A setting that is valid for any shape: few programs of much work, but enough for the GPU."""
-    block_v = min(triton.next_power_of_2(spec.value_dim), 32 if batch >= 16 else 16)
-    per_head = triton.cdiv(spec.value_dim, block_v)
-    tiles = per_head if batch >= 64 else 1
-    return Launch(block_v, tiles, 2 if tiles > 1 else 1, 1, block_v if batch >= 64 else 0)
+    """A setting that is valid for any shape: small programs until they fill a large GPU."""
+    widest = triton.next_power_of_2(spec.value_dim)
+    channel = spec.decay == "channel"
+    if batch * spec.heads < 8192:
+        return Launch(min(16, widest), 1, 1, 1)
+    block_v = min(widest, 16 if channel or spec.value_dim % 32 else 32)
+    tiles = triton.cdiv(spec.value_dim, block_v)  # all of a head
+    fold_block_v = min(widest, 32 if channel else 16)
+    fold_tiles = triton.cdiv(spec.value_dim, fold_block_v)
+    warps = 1 if tokens == 1 or block_v < 32 else 2
+    return Launch(block_v, tiles, min(2, tiles), warps, fold_block_v, fold_tiles)
 
 
 def launch_of(pool: Pool, batch: int, tokens: int) -> Launch:
@@ -89,7 +97,7 @@ def step(
     folding = replace(
         launch,
         block_v=launch.fold_block_v,
-        tiles=1 if fused else triton.cdiv(spec.value_dim, launch.fold_block_v),
+        tiles=launch.fold_tiles,
         warps=launch.fold_warps,
     )
     for which, setting in ((2, launch),) if fused else ((1, folding), (0, launch)):

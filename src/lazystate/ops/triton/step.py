@@ -204,12 +204,14 @@ def _row(
                     V,
                     BV,
                     TILES,
+                    STAGES,
                     BLOCKS,
                     R,
                     ERASE,
                     CHANNEL,
                     HAS_BETA,
                     RAW,
+                    16 if WHICH == 2 else BV,
                 )
                 tl.debug_barrier()  # other lanes read what this one stored
             used = tl.where(due, 0, held)
