@@ -117,7 +117,7 @@ def verify() -> Figure | None:
         axis.set_yscale("log")
         axis.set_xlabel("T, tokens of a step")
         axis.set_title(f"{layer}, us a step of a layer, batch {rows[0]['batch']}", fontsize=9)
-    axes[0][0].legend(loc="center right")
+    axes[0][0].legend(loc="upper left")
     return _titled(figure, record)
 
 

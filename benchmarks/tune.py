@@ -7,6 +7,11 @@ Every combination of the values of a setting's fields is compiled and timed as b
 times, only shorter. The fastest is kept if it agrees with the PyTorch backend over a fold cycle and
 gives the same bits in every repeat; otherwise it is refused, by name, and the next one is tried.
 Entries of a table that are not measured again stay.
+
+    python benchmarks/tune.py --rows benchmarks/results/h200/2026-12-01-kernels.json
+
+takes over what a run of benchmarks/run.py has timed and checked, at the settings it used, without
+a GPU: the conventional kernel's times above all, which `auto` compares with.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import Any
 import torch
 import triton
 
-from kernels.cases import BATCHES, LAYERS
+from kernels.cases import BATCHES, LAYERS, Case
 from kernels.jobs import warm
 from kernels.tuning import Setting, Trial, compile_part, search, trials
 from lazystate.ops.tables import shape_of, slug
@@ -47,6 +52,18 @@ def entry(trial: Trial, setting: Setting, us: float) -> dict[str, Any]:
         "setting": setting,
         "us": round(us, 2),
     }
+
+
+def measured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries of the rows of a run that are our kernels' steps with every token kept."""
+    methods = "replay", "plain", "snapshot"
+    found = []
+    for row in rows:
+        ours = row["bench"] in ("decode", "verify") and row["impl"] == "lazystate"
+        if ours and row["method"] in methods and row["kept"] == row["tokens"] and row["us"]:
+            case = Case(row["layer"], LAYERS[row["layer"]], row["batch"], row["tokens"])
+            found.append(entry(Trial(row["method"], case, ()), row["launch"], row["us"]))
+    return found
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -76,6 +93,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--commit", help="revision measured, if there is no git here")
     parser.add_argument("--out", type=Path, default=TUNED, help="folder of the table")
+    parser.add_argument("--rows", nargs="+", type=Path, help="results to take over, nothing else")
     parser.add_argument("--dry", metavar="I/N", help="only compile, the I-th of N parts")
     return parser
 
@@ -83,6 +101,9 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     """Compile, time, check, and write the table after every entry."""
     begun, arguments = time.monotonic(), options().parse_args()
+    if arguments.rows:
+        take(arguments.rows, arguments.out)
+        return
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/tune.py needs a CUDA device")
     choices = parsed(arguments.set)
@@ -116,6 +137,17 @@ def main() -> None:
             new.append(entry(trial, *found))
             write(path, head, merged(old, new))
     print(path)
+
+
+def take(paths: Sequence[Path], out: Path) -> None:
+    """Add results' entries that a table does not have to it."""
+    for each in paths:
+        record = json.loads(each.read_text("utf8"))
+        path = out / f"{slug(record['meta']['gpu'])}.json"
+        table = json.loads(path.read_text("utf8"))
+        entries = merged(measured(record["rows"]), table.pop("entries"))
+        write(path, table, entries)
+        print(f"{path}: {len(entries)} entries")
 
 
 def write(path: Path, head: dict[str, Any], entries: Sequence[dict[str, Any]]) -> None:

@@ -82,7 +82,7 @@ def test_auto_is_never_slower_than_conventional():
     between = auto(SPEC, 36, table=table)
     assert (between.replay_us, between.conventional_us) == pytest.approx((55.0, 85.5))
     assert auto(SPEC, 512, table=table).method == "replay"
-    assert "measured" in str(between) and str(between).startswith("replay")
+    assert "from measurements" in str(between) and str(between).startswith("replay")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 
 from kernels.cases import LAYERS, Case
 from kernels.checks import BOUND, plain_error, repeats, replay_error
@@ -85,9 +84,9 @@ def valid(spec: LayerSpec, setting: Setting) -> bool:
 
 
 def _whole(spec: LayerSpec, block_v: int, tiles: int) -> bool:
-    a_head = triton.cdiv(spec.value_dim, block_v)
+    a_head = -(-spec.value_dim // block_v)
     all_tiles = a_head * (spec.group if spec.decay == "scalar" else 1)
-    fits = block_v <= triton.next_power_of_2(spec.value_dim) and all_tiles % tiles == 0
+    fits = block_v < 2 * spec.value_dim and all_tiles % tiles == 0
     return fits and (a_head % tiles == 0 or tiles % a_head == 0)
 
 

@@ -26,7 +26,8 @@ class Choice:
     Attributes:
         method: plain or snapshot (conventional, T = 1 or more), or replay.
         replay_us, conventional_us: microseconds of one step of one layer.
-        measured: whether these are from a table, else from the bytes moved.
+        measured: whether these are from a table, on a line between its batches, else from the bytes
+            moved.
     """
 
     method: Literal["plain", "snapshot", "replay"]
@@ -35,7 +36,7 @@ class Choice:
     measured: bool
 
     def __str__(self) -> str:
-        source = "measured" if self.measured else "by the bytes"
+        source = "from measurements" if self.measured else "by the bytes"
         return (
             f"{self.method} (a step of a layer: replay {self.replay_us:,.1f} us, conventional "
             f"{self.conventional_us:,.1f} us, {source})"

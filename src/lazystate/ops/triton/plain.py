@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lazystate.ops.tables import setting
 from lazystate.ops.triton.device import (
     advance,
     dot_k,
@@ -108,8 +109,8 @@ def plain_step(
     beta: Tensor | None = None,
     skip: Tensor | None = None,
     *,
-    block_v: int = 8,
-    warps: int = 1,
+    block_v: int | None = None,
+    warps: int | None = None,
 ) -> Tensor:
     """T tokens in the conventional way.
 
@@ -117,11 +118,17 @@ def plain_step(
         states: [slots, HV, V, K], dense behind the slot. source: int64 [B] slots to read, negative
             on padded rows. target: int64 [B] slots to write, or [B, T] for a snapshot a token.
         q, k, v, log_decay, beta, skip: as in `StateCache.step`; skip is [HV].
+        block_v, warps: value channels of a program and its warps; None for what is tuned.
 
     Returns:
         [B, T, HV, V], dtype of v; zeros on padded rows.
     """
     batch, tokens = q.shape[:2]
+    snapshots = target.dim() == 2
+    method = "snapshot" if snapshots else "plain"
+    tuned = setting(method, spec, batch, tokens, device=v.device) or {}
+    block_v = block_v or tuned.get("block_v", 8)
+    warps = warps or tuned.get("warps", 1)
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
     inputs = (q, k, v, log_decay, log_decay if beta is None else beta)
     plain_kernel[(batch * spec.heads * triton.cdiv(spec.value_dim, block_v),)](
@@ -137,7 +144,7 @@ def plain_step(
         BV=block_v,
         **shape_of(spec),
         HAS_SKIP=skip is not None,
-        SNAPSHOTS=target.dim() == 2,
+        SNAPSHOTS=snapshots,
         num_warps=warps,
     )
     return out
