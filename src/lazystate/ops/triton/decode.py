@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from lazystate.ops.triton.device import (
+    SIZE,
     add,
     decayed,
     dot_k,
@@ -231,7 +232,7 @@ def _scores(
     ERASE: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):
-    """Inner products of the committed keys with q and k, a [16] a block of records.
+    """Inner products of the committed keys with q and k, a [SIZE] a block of records.
 
     With CHANNEL they are decayed from each record to the token; otherwise the same for all value
     heads of the key head, which decay them.
@@ -247,7 +248,7 @@ def _scores(
     if CHANNEL:
         later += load_f32(gate + column, in_k)
     for b in tl.static_range(BLOCKS):
-        recent = b * 16 + tl.arange(0, 16)
+        recent = b * SIZE + tl.arange(0, SIZE)
         place = wrapped(start - 1 - recent, R)
         there = (recent < used)[:, None] & in_k[None, :]
         block = load_f32(keys + place[:, None] * (H * K) + column[None, :], there)
@@ -277,7 +278,7 @@ def _total(
     """Log-decay per channel over all committed records, as pieces [1, KI]."""
     total = zeros(1, KC, KI)
     for b in tl.static_range(BLOCKS):
-        recent = b * 16 + tl.arange(0, 16)
+        recent = b * SIZE + tl.arange(0, SIZE)
         place = wrapped(start - 1 - recent, R)
         block = load_rows(gates, place * stride, recent < used, K, KC, KI)
         summed = ()

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from lazystate.spec import LayerSpec
 
-PIECE = 16  # KI
+PIECE = 16  # KI, and the records of a block: a block is one more piece beside those of K
+SIZE = tl.constexpr(PIECE)
 
 
 def shape_of(spec: LayerSpec) -> dict[str, int | bool]:
@@ -137,50 +138,3 @@ def advance(
     for c in tl.static_range(KC):
         state = state + (moved[c] + u * k[c],)
     return state
-
-
-@triton.jit
-def scores_of(keys, x, KC: tl.constexpr, CHANNEL: tl.constexpr, RING: tl.constexpr):
-    """Inner products of the committed keys with x [1, K] -> [LP]; with CHANNEL `history` does it.
-
-    They are the same for all value heads that share the key head, and taken once for them.
-    """
-    scores = 0.0
-    if RING and not CHANNEL:
-        scores = dot_k(keys, x, KC)
-    return scores
-
-
-@triton.jit
-def history(
-    x,
-    scores,
-    state,
-    keys,
-    values,
-    after,
-    total,
-    prefix,
-    KC: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    RING: tl.constexpr,
-):
-    """What the state before the step returns for x, decayed to x's token (Eq. 10) -> [BV].
-
-    Args:
-        x: [1, K]. scores: of x, see `scores_of`. state: [BV, K].
-        keys: [LP, K], decayed, used with CHANNEL only. after: [LP], their weights otherwise.
-        values: [LP, BV], writes of the committed records.
-        total, prefix: log-decay since the checkpoint and since the step's start, scalar or [1, K].
-        RING: False where the records were folded into the tile.
-    """
-    if CHANNEL:
-        x = decayed(x, prefix, KC)
-        out = dot_k(state, decayed(x, total, KC) if RING else x, KC)
-        if RING:
-            out += tl.sum(values * dot_k(keys, x, KC)[:, None], 0)
-    else:
-        out = dot_k(state, x, KC) * tl.exp(total + prefix)
-        if RING:
-            out += tl.sum(values * (scores * after * tl.exp(prefix))[:, None], 0)
-    return out

@@ -17,6 +17,7 @@ from lazystate.ops.triton.block import (
     segments,
 )
 from lazystate.ops.triton.device import (
+    SIZE,
     advance,
     load_f32,
     load_row,
@@ -24,8 +25,6 @@ from lazystate.ops.triton.device import (
     store_rows,
     wrapped,
 )
-
-SIZE = tl.constexpr(16)  # records of a block
 
 
 @triton.jit
@@ -40,6 +39,8 @@ def fold(
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
+    KC: tl.constexpr,
+    KI: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     TILES: tl.constexpr,
@@ -76,7 +77,8 @@ def fold(
             in_v = channel < V
             at_v = head * V + channel
             if ERASE and RAW and CHANNEL:
-                _walk(state, ring, head, at_v, in_v, stored, start - held, held, H, HV, K, V, R)
+                first = start - held
+                _walk(state, ring, head, at_v, in_v, stored, first, held, H, HV, K, KC, KI, V, R)
             else:
                 at = state + at_v[:, None] * K + column[None, :]
                 inside = in_v[:, None] & (column < K)[None, :]
@@ -117,6 +119,8 @@ def _walk(
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
+    KC: tl.constexpr,
+    KI: tl.constexpr,
     V: tl.constexpr,
     R: tl.constexpr,
 ):
@@ -124,21 +128,20 @@ def _walk(
 
     With a decay per channel and erase, where the products between a block's keys would cost more.
     """
-    KC: tl.constexpr = (K + 15) // 16
-    tile = load_rows(state, at_v * K, in_v & stored, K, KC, 16)
+    tile = load_rows(state, at_v * K, in_v & stored, K, KC, KI)
     for j in tl.range(0, held, loop_unroll_factor=2):
         place = wrapped(first + j, R)
         tile = advance(
             tile,
-            load_row(ring[0] + place * (H * K), True, K, KC, 16),
+            load_row(ring[0] + place * (H * K), True, K, KC, KI),
             load_f32(ring[1] + at_v + place * (HV * V), in_v),
-            load_row(ring[3] + head * K + place * (HV * K), True, K, KC, 16),
+            load_row(ring[3] + head * K + place * (HV * K), True, K, KC, KI),
             tl.load(ring[4] + head + place * HV),
             KC,
             True,
             True,
         )
-    store_rows(state, at_v * K, in_v, tile, K, KC, 16)
+    store_rows(state, at_v * K, in_v, tile, K, KC, KI)
 
 
 @triton.jit

@@ -201,6 +201,8 @@ def _row(
                     HV,
                     GROUP,
                     K,
+                    KC,
+                    KI,
                     V,
                     BV,
                     TILES,

@@ -18,9 +18,8 @@ from lazystate.ops.triton.block import (
     load_tile,
     segments,
 )
-from lazystate.ops.triton.device import load_f32, wrapped
+from lazystate.ops.triton.device import SIZE, load_f32, wrapped
 
-SIZE = tl.constexpr(16)  # records of a block of history
 FAR = tl.constexpr(1 << 30)  # a ring that never wraps: the step's own tokens
 
 
