@@ -20,7 +20,7 @@ TEXTS = sorted(
 
 # Bottom to top; a module imports from its own part of the package and from lower levels only.
 LEVELS = (
-    ("spec",),
+    ("spec", "philox"),
     ("gates", "formats", "presets", "reference"),
     ("planner",),
     ("ops",),
