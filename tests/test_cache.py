@@ -77,7 +77,7 @@ def test_bytes_are_those_allocated() -> None:
     ring = window + most
     gdn, mamba2, kda = HYBRID
     heads, state = 4, 4 * 5 * 8
-    expected = slots * (3 * 8 + 1)  # origin, filled, limit and empty
+    expected = slots * (4 * 8 + 1)  # origin, filled, limit, writes and empty
     expected += slots * (state * 4 + ring * 4 * (2 * 8 + heads + 2 * heads * 5 + heads))
     expected += slots * gdn.conv_channels * (gdn.conv_width - 1 + most) * 4
     expected += slots * (state * 4 + ring * (2 * 8 * 2 + heads * 4 + heads * 5 * 2 + heads * 4))
@@ -100,9 +100,9 @@ def test_materialize_changes_nothing() -> None:
 
 
 def test_a_loaded_state_comes_back() -> None:
-    """load then materialize is the identity in the checkpoint's dtype."""
+    """load then materialize is the cast to the checkpoint's dtype, rounded to nearest."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        cache = StateCache(HYBRID[1:], 3, checkpoint=dtype)
+        cache = StateCache(HYBRID[1:], 3, checkpoint=dtype, rounding="nearest")
         states = [torch.randn(2, *spec.state_shape) for spec in cache.specs]
         cache.load(samples.slots(2, 0), states)
         back = cache.materialize(samples.slots(2, 0))

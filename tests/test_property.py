@@ -7,6 +7,7 @@ nothing may be read: in padded rows, and behind a row's length.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from torch import Tensor
 
 import samples
 import tolerance
-from lazystate import LayerSpec
+from lazystate import LayerSpec, StateCache
 from lazystate.ops import Fold
+from lazystate.reference.tokens import TokenCache
 
 SLOTS = 4
 DECAYS = (0.0, -1e-8, -0.01, -0.3, -2.0, -30.0, -float("inf"))
@@ -54,8 +56,11 @@ class Programs(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed + self.salt)
         self.window, self.most = window, min(window, most)
         options: dict[str, Any] = {"window": window, "max_tokens": self.most, "fold": self.fold}
-        options["checkpoint"] = torch.float64
-        self.pairs = [samples.pair(self.specs, SLOTS, **options) for _ in range(2)]
+        self.pairs = [self.pair(options) for _ in range(2)]
+
+    def pair(self, options: dict[str, Any]) -> tuple[StateCache, TokenCache]:
+        """A cache of the given sizes, and its model."""
+        return samples.pair(self.specs, SLOTS, **options, checkpoint=torch.float64)
 
     @rule(which=caches, numbers=slot_lists, phases=st.none() | st.integers(0, 7))
     def load(self, which: int, numbers: list[int], phases: int | None) -> None:
@@ -69,7 +74,9 @@ class Programs(RuleBasedStateMachine):
             phase = torch.tensor([(phases + i) % (self.window - self.most + 1) for i in range(n)])
         cache.load(samples.slots(*numbers), states, conv, phase=phase)
         for i, number in enumerate(numbers):
-            model.load(number, [x[i] for x in states], [None if x is None else x[i] for x in conv])
+            inputs = [None if x is None else x[i] for x in conv]
+            early = 0 if phase is None else int(phase[i])
+            model.load(number, [x[i] for x in states], inputs, early)
         self.count("load")
 
     @rule(which=caches, rows=row_lists, tokens=st.integers(0, 7), discard=st.booleans())
@@ -134,6 +141,7 @@ class Programs(RuleBasedStateMachine):
         self.count("step")
         if kept is None:
             cache.discard(ticket)
+            model.discard(drafts)
             self.count("discard")
         else:
             cache.commit(ticket, None if kept == lengths else torch.tensor(kept))
@@ -216,6 +224,21 @@ class Programs(RuleBasedStateMachine):
         self.counts[verb] += times
 
 
+def run(machine: Callable[[], Programs], examples: int) -> None:
+    """Run that many programs, the same ones every time."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=50,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
 @pytest.mark.parametrize("fold", ["raw", "cached"])
 @pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 def test_any_program_gives_what_a_list_of_tokens_gives(kind: str, fold: Fold) -> None:
@@ -227,17 +250,7 @@ def test_any_program_gives_what_a_list_of_tokens_gives(kind: str, fold: Fold) ->
         specs[0] = samples.layer("mamba2", heads=2, key_heads=2)
     salt = [*KINDS, "hybrid"].index(kind)
     Programs.counts = Counter()
-    run_state_machine_as_test(
-        lambda: Programs(specs, fold, salt),
-        settings=settings(
-            max_examples=15,
-            stateful_step_count=50,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run(lambda: Programs(specs, fold, salt), examples=25)
     counts = Programs.counts
     operations = sum(counts.values()) - counts["fold"]
     assert operations >= OPERATIONS_PER_TEST, counts

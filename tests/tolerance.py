@@ -44,5 +44,9 @@ def outputs(spec: LayerSpec, window: int, checkpoint: torch.dtype, folds: int) -
 
 
 def state(spec: LayerSpec, window: int, checkpoint: torch.dtype, folds: int) -> float:
-    """The exact state: arithmetic, and one rounding of the checkpoint at each fold."""
-    return arithmetic(spec, window) * (folds + 1) + eps(checkpoint) / 2 * folds
+    """The exact state: arithmetic, and one rounding of the checkpoint at each fold.
+
+    Narrow checkpoints are rounded stochastically, by up to a spacing.
+    """
+    spacing = eps(checkpoint) * (1 if checkpoint.itemsize < 4 else 0.5)
+    return arithmetic(spec, window) * (folds + 1) + spacing * folds

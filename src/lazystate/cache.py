@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lazystate import checks, ops
+from lazystate.formats import Rounding
 from lazystate.spec import LayerSpec
 
 
@@ -55,14 +56,23 @@ class StateCache:
         slots: requests that can be held; a slot is any number in [0, slots).
         window: L, committed records a slot holds at most before they are folded; 1 or more.
         max_tokens: most tokens of one step, 1 to `window`; a ring has L + max_tokens positions.
-        checkpoint: dtype of the state after a fold.
+        checkpoint: format of the state after a fold: "fp32", "fp16", "bf16", "fp8" or "nvfp4"
+            (`lazystate.formats`), or a dtype.
+        view: format of a second copy, which steps that do not fold read in place of the checkpoint:
+            one of these, "int8", "int4" or "int2". Rounded to nearest; its error does not
+            accumulate, since folds start from the checkpoint. None: no copy.
+        rounding: into a checkpoint narrower than FP32: "stochastic", without a bias that would add
+            up from fold to fold, or "nearest".
+        seed: of stochastic rounding, 0 to 2^32 - 1. A program gives the same bits again; what is
+            drawn depends on seed, layer, slot, head, and how often the slot was written.
         fold: "raw" derives the corrections of delta-rule layers again from raw records, "cached"
             folds the rounded ones: fewer bytes, and a drift that docs/measured.md states.
         device: where all tensors live.
         backend: "torch", "triton", or "auto" for Triton on a CUDA device and PyTorch elsewhere.
 
     Raises:
-        ValueError: for a size or dtype out of range, naming the argument.
+        ValueError: for a size or format out of range, naming the argument; for a backend that does
+            not do what is asked.
     """
 
     def __init__(
@@ -72,16 +82,20 @@ class StateCache:
         *,
         window: int = 16,
         max_tokens: int = 1,
-        checkpoint: torch.dtype = torch.float32,
+        checkpoint: str | torch.dtype = torch.float32,
+        view: str | torch.dtype | None = None,
+        rounding: Rounding = "stochastic",
+        seed: int = 0,
         fold: ops.Fold = "raw",
         device: torch.device | str = "cpu",
         backend: ops.BackendName = "auto",
     ) -> None:
         self.specs = (specs,) if isinstance(specs, LayerSpec) else tuple(specs)
-        checks.sizes(self.specs, slots, window, max_tokens, checkpoint, fold)
+        checks.sizes(self.specs, slots, window, max_tokens)
+        storage = checks.storage(self.specs, checkpoint, view, fold, rounding, seed)
         self.slots, self.window, self.max_tokens = slots, window, max_tokens
         self.device = torch.device(device)
-        self._backend = ops.backend(backend, self.device)
+        self._backend = ops.backend(backend, self.device, storage)
         self._records = window + max_tokens
         self._open: Ticket | None = None
         self._cursors = ops.Cursors.allocate(slots, window, self.device)
@@ -89,13 +103,13 @@ class StateCache:
             ops.allocate(
                 spec,
                 slots,
+                layer=layer,
                 window=window,
                 max_tokens=max_tokens,
-                checkpoint=checkpoint,
-                fold=fold,
+                storage=storage,
                 device=self.device,
             )
-            for spec in self.specs
+            for layer, spec in enumerate(self.specs)
         ]
         self.reset(torch.arange(slots, device=self.device))
 
@@ -268,7 +282,8 @@ class StateCache:
 
         Args:
             slots: int64 [n], distinct.
-            states: a tensor [n, HV, V, K] for every layer, stored in the checkpoint's dtype.
+            states: a tensor [n, HV, V, K] for every layer, rounded into checkpoint and view as a
+                fold would.
             conv: [n, C, width - 1] last inputs, oldest first, for every layer (None: zeros).
             phase: integer [n], 0 to window - max_tokens: tokens by which the first fold comes
                 early, so that rows that start together do not fold together. None: 0.
@@ -288,16 +303,25 @@ class StateCache:
             self._cursors.limit[slots] -= phase.to(self.device)
         self._cursors.empty[slots] = False
         for pool, state in zip(self._pools, states, strict=True):
-            pool.checkpoint.index_copy_(0, slots, state.to(pool.checkpoint.dtype))
-            pool.view.store(slots, state.to(pool.spec.compute))
+            exact = state.to(self.device, pool.spec.compute)
+            pool.states.write(slots, exact, self._cursors.writes[slots])
+            pool.view.store(slots, exact)
+        self._cursors.writes[slots] += 1
 
     def reset(self, slots: Tensor) -> None:
-        """Make slots fresh: zero state, empty ring, zero convolution inputs. slots: int64 [n]."""
+        """Make slots fresh: zero state, empty ring, zero convolution inputs. slots: int64 [n].
+
+        Stochastic rounding starts over, too; after `load` alone it goes on with new draws.
+        """
         self._require_closed("reset")
-        self._start(self._slots(slots), None)
+        slots = self._slots(slots)
+        self._start(slots, None)
+        self._cursors.writes[slots] = 0
 
     def materialize(self, slots: Tensor) -> list[Tensor]:
-        """The exact states after all committed tokens (Eq. 8); nothing is changed.
+        """The exact states after all committed tokens (Eq. 8), from checkpoint and records.
+
+        Nothing is changed, and a view is not read.
 
         Args:
             slots: int64 [n].
@@ -333,8 +357,8 @@ class StateCache:
     def export(self, slots: Tensor) -> dict[str, Tensor]:
         """Requests as named tensors, slot first, mid-window as they stand; `import_` takes them.
 
-        Any cache of the same specs, window, max_tokens, checkpoint and fold takes them, on any
-        device; they can be saved with safetensors.
+        Any cache of the same specs, window, max_tokens, checkpoint, view and fold takes them, on
+        any device; they can be saved with safetensors.
         """
         self._require_closed("export")
         slots = self._slots(slots)
@@ -355,7 +379,7 @@ class StateCache:
         if names != exported.keys():
             raise ValueError(
                 f"exported does not fit this cache: {sorted(names ^ exported.keys())} are in one "
-                "and not in the other; build both with the same specs and fold"
+                "and not in the other; build both with the same specs, fold and formats"
             )
         layout = self._layout(slots)
         checks.tensor("exported['layout']", exported["layout"], tuple(layout.shape), torch.int64)

@@ -10,21 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lazystate.formats import CHECKPOINTS, VIEWS, named
+from lazystate.ops import Storage
 from lazystate.spec import LayerSpec
 
-CHECKPOINTS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def sizes(
-    specs: Sequence[LayerSpec],
-    slots: int,
-    window: int,
-    max_tokens: int,
-    checkpoint: torch.dtype,
-    fold: str,
-) -> None:
-    """The constructor's arguments."""
+def sizes(specs: Sequence[LayerSpec], slots: int, window: int, max_tokens: int) -> None:
+    """The constructor's layers and sizes."""
     if not specs:
         raise ValueError("specs must hold at least one layer, got none")
     for spec in specs:
@@ -41,10 +35,32 @@ def sizes(
             f"max_tokens must be 1 to window ({window}), got {max_tokens}: a step's tokens must "
             "fit a window; widen the window or draft less"
         )
-    if checkpoint not in CHECKPOINTS:
-        raise ValueError(f"checkpoint must be one of {CHECKPOINTS}, got {checkpoint}")
+
+
+def storage(
+    specs: Sequence[LayerSpec],
+    checkpoint: object,
+    view: object,
+    fold: str,
+    rounding: str,
+    seed: int,
+) -> Storage:
+    """The constructor's choice of how states are stored."""
+    form = named("checkpoint", checkpoint, CHECKPOINTS)
+    copy = None if view is None else named("view", view, VIEWS)
     if fold not in ("raw", "cached"):
         raise ValueError(f"fold must be 'raw' or 'cached', got {fold!r}")
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
+    if fold == "cached" and copy is not None and any(spec.erase for spec in specs):
+        raise ValueError(
+            "fold must be 'raw' with a view on delta-rule layers, got 'cached': the corrections "
+            "that steps cache carry the view's rounding, and would take it into the checkpoint"
+        )
+    integer("seed", seed)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be 0 to 2^32 - 1, got {seed}")
+    return Storage(form, copy, fold, rounding, seed)  # pyright: ignore (checked above)
 
 
 def integer(name: str, given: object) -> None:

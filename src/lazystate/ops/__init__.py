@@ -8,7 +8,18 @@ from typing import Literal, cast
 import torch
 
 from lazystate.ops.backend import Backend, Census
-from lazystate.ops.pool import Cursors, Fold, FullView, Pool, Ring, View, allocate
+from lazystate.ops.pool import (
+    CastView,
+    Cursors,
+    Fold,
+    FullView,
+    Pool,
+    Ring,
+    Storage,
+    View,
+    allocate,
+)
+from lazystate.ops.states import States
 from lazystate.ops.torch.conv import history, remember
 from lazystate.ops.torch.fold import replay
 from lazystate.ops.torch.rows import standing
@@ -19,12 +30,15 @@ BackendName = Literal["auto", "torch", "triton"]
 __all__ = [
     "Backend",
     "BackendName",
+    "CastView",
     "Census",
     "Cursors",
     "Fold",
     "FullView",
     "Pool",
     "Ring",
+    "States",
+    "Storage",
     "Traffic",
     "View",
     "active",
@@ -39,25 +53,33 @@ __all__ = [
 ]
 
 
-def backend(name: BackendName, device: torch.device) -> Backend:
+def backend(name: BackendName, device: torch.device, storage: Storage) -> Backend:
     """The backend of that name; "auto" is Triton on a CUDA device and PyTorch elsewhere.
 
     Raises:
-        ValueError: for another name. ImportError: if Triton is asked for and not installed.
+        ValueError: for another name, or if it does not do the storage. ImportError: if Triton is
+            asked for and not installed.
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name not in ("torch", "triton"):
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {name!r}")
+    if name == "triton" and not storage.plain:
+        raise ValueError(
+            "backend triton has no kernels yet for views, fp8 and nvfp4 checkpoints and stochastic "
+            "rounding: take backend='torch', or checkpoint fp32 without a view (fp16 and bf16 with "
+            "rounding='nearest')"
+        )
     return cast(Backend, import_module(f"lazystate.ops.{name}"))
 
 
 def count_step(traffic: Traffic, pool: Pool, census: Census) -> None:
     """Add the bytes of one layer's step: what the algorithm reads and writes, padding excluded."""
-    spec, checkpoint = pool.spec, pool.checkpoint[0].nbytes
+    spec, checkpoint = pool.spec, pool.states.nbytes
     used = ("k", "u", "log_decay") if spec.erase else ()
     traffic.read += census.views * pool.view.bytes_read() + census.checkpoints * checkpoint
     traffic.read += census.held * pool.record_bytes(*used)
     if spec.erase and pool.ring.v is not None:
         traffic.read += census.folded * pool.record_bytes("v", "beta")
-    traffic.written += census.folding * checkpoint + census.new * pool.record_bytes()
+    traffic.written += census.folding * (checkpoint + pool.view.bytes_stored())
+    traffic.written += census.new * pool.record_bytes()

@@ -14,6 +14,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from lazystate.formats import Format, Rounding
+from lazystate.ops.states import States
 from lazystate.spec import LayerSpec
 
 Fold = Literal["raw", "cached"]
@@ -37,27 +39,100 @@ class View(Protocol):
         """Bytes that one row's read moves."""
         ...
 
+    def bytes_stored(self) -> int:
+        """Bytes that one row's fold writes for the view, besides the checkpoint."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the view keeps of its own, by name, slot first."""
+        ...
+
 
 @dataclass(frozen=True)
 class FullView:
     """The checkpoint itself: nothing of its own to store."""
 
-    checkpoint: Tensor
+    states: States
     compute: torch.dtype
 
     def read(self, slots: Tensor | None, vectors: Tensor) -> Tensor:
         """See `View.read`."""
-        state = self.checkpoint if slots is None else self.checkpoint.index_select(0, slots)
-        state = state.to(self.compute)
-        keys, (heads, value_dim, key_dim) = vectors.shape[1], state.shape[1:]
-        return state.view(-1, keys, heads * value_dim // keys, key_dim) @ vectors
+        return _product(self.states.read(slots).to(self.compute), vectors)
 
     def store(self, slots: Tensor, state: Tensor) -> None:
         """Nothing to do: the fold has stored the checkpoint."""
 
     def bytes_read(self) -> int:
-        """Bytes of one slot's checkpoint."""
-        return self.checkpoint[0].numel() * self.checkpoint.element_size()
+        """Bytes of one slot's states."""
+        return self.states.nbytes
+
+    def bytes_stored(self) -> int:
+        """Nothing of its own."""
+        return 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Nothing of its own."""
+        return {}
+
+
+@dataclass(frozen=True)
+class CastView:
+    """A copy of the folded state in a smaller format, rounded to nearest.
+
+    It is made from the value that the checkpoint is made from, never from the checkpoint, and
+    nothing of it enters a later fold: its rounding does not accumulate.
+    """
+
+    states: States
+    compute: torch.dtype
+
+    def read(self, slots: Tensor | None, vectors: Tensor) -> Tensor:
+        """See `View.read`."""
+        return _product(self.states.read(slots).to(self.compute), vectors)
+
+    def store(self, slots: Tensor, state: Tensor) -> None:
+        """See `View.store`."""
+        self.states.write(slots, state)
+
+    def bytes_read(self) -> int:
+        """Bytes of one slot's copy."""
+        return self.states.nbytes
+
+    def bytes_stored(self) -> int:
+        """Bytes of one slot's copy."""
+        return self.states.nbytes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The copies of all slots."""
+        return self.states.tensors("view")
+
+
+def _product(state: Tensor, vectors: Tensor) -> Tensor:
+    """[B, HV, V, K] times [B, X, K, n] -> [B, X, HV V / X, n]."""
+    keys, (heads, value_dim, key_dim) = vectors.shape[1], state.shape[1:]
+    return state.view(-1, keys, heads * value_dim // keys, key_dim) @ vectors
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the states of all layers are stored.
+
+    Attributes:
+        checkpoint: format of the checkpoint. view: of the copy that steps read, None for none.
+        fold: what a fold derives corrections from. rounding: into the checkpoint. seed: of it.
+    """
+
+    checkpoint: Format
+    view: Format | None
+    fold: Fold
+    rounding: Rounding
+    seed: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one dense checkpoint, rounded to nearest if at all."""
+        rounds = self.checkpoint.narrow and self.rounding == "stochastic"
+        return self.checkpoint.dense and self.view is None and not rounds
 
 
 @dataclass
@@ -87,15 +162,26 @@ class Ring:
 
 @dataclass
 class Pool:
-    """One layer's storage for all slots."""
+    """One layer's storage for all slots.
+
+    Attributes:
+        states: the checkpoints. exact: they as a view, which folding rows read. view: what other
+            rows read; `exact` itself where nothing smaller is kept.
+    """
 
     spec: LayerSpec
     window: int
     fold: Fold
-    checkpoint: Tensor
+    states: States
     ring: Ring
+    exact: FullView
     view: View
     conv: Tensor | None
+
+    @property
+    def checkpoint(self) -> Tensor:
+        """Elements of the checkpoints, [slots, HV, V, K] in a dense format."""
+        return self.states.parts["elements"]
 
     def record_bytes(self, *names: str) -> int:
         """Bytes of one record's named parts, or of all of it."""
@@ -108,7 +194,11 @@ class Pool:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the pool by name, slot first."""
-        named = {"checkpoint": self.checkpoint, **self.ring.tensors()}
+        named = {
+            **self.states.tensors("checkpoint"),
+            **self.view.tensors(),
+            **self.ring.tensors(),
+        }
         return named if self.conv is None else {**named, "conv": self.conv}
 
 
@@ -116,19 +206,22 @@ def allocate(
     spec: LayerSpec,
     slots: int,
     *,
+    layer: int,
     window: int,
     max_tokens: int,
-    checkpoint: torch.dtype,
-    fold: Fold,
+    storage: Storage,
     device: torch.device,
 ) -> Pool:
-    """One layer's pool; nothing in it is initialised, and nothing invalid is ever read."""
+    """One layer's pool; nothing in it is initialised, and nothing invalid is ever read.
+
+    layer: its number, with which no two layers round by the same random bits.
+    """
     records = window + max_tokens
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(slots, *shape, dtype=dtype, device=device)
 
-    keeps_values = not spec.erase or fold == "raw"
+    keeps_values = not spec.erase or storage.fold == "raw"
     ring = Ring(
         k=empty(spec.activation, records, spec.key_heads, spec.key_dim),
         log_decay=empty(spec.compute, records, *spec.decay_shape),
@@ -136,10 +229,15 @@ def allocate(
         u=empty(spec.correction, records, spec.heads, spec.value_dim) if spec.erase else None,
         beta=empty(spec.compute, records, spec.heads) if spec.beta and keeps_values else None,
     )
-    state = empty(checkpoint, *spec.state_shape)
+    key = (storage.seed, layer) if storage.rounding == "stochastic" else None
+    states = States.allocate(storage.checkpoint, slots, spec.state_shape, device, key)
+    view = exact = FullView(states, spec.compute)
+    if storage.view is not None:
+        copies = States.allocate(storage.view, slots, spec.state_shape, device)
+        view = CastView(copies, spec.compute)
     conv_inputs = spec.conv_width - 1 + max_tokens
     conv = empty(spec.activation, conv_inputs, spec.conv_channels) if spec.conv_channels else None
-    return Pool(spec, window, fold, state, ring, FullView(state, spec.compute), conv)
+    return Pool(spec, window, storage.fold, states, ring, exact, view, conv)
 
 
 @dataclass
@@ -153,12 +251,15 @@ class Cursors:
             that was staggered at load.
         empty: bool [slots], True while nothing was ever folded into a fresh slot: its checkpoint is
             zero and is not read.
+        writes: int64 [slots], checkpoints written since the slot was reset, by folds and loads: the
+            number of the next stochastic rounding.
     """
 
     origin: Tensor
     filled: Tensor
     limit: Tensor
     empty: Tensor
+    writes: Tensor
 
     @classmethod
     def allocate(cls, slots: int, window: int, device: torch.device) -> Cursors:
@@ -168,8 +269,9 @@ class Cursors:
             return torch.zeros(slots, dtype=torch.int64, device=device)
 
         full = torch.full((slots,), window, dtype=torch.int64, device=device)
-        return cls(zeros(), zeros(), full, torch.ones(slots, dtype=torch.bool, device=device))
+        empty = torch.ones(slots, dtype=torch.bool, device=device)
+        return cls(zeros(), zeros(), full, empty, zeros())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The four cursors by name."""
+        """The cursors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

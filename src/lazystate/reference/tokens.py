@@ -101,9 +101,17 @@ class TokenCache:
         self.slots = [[self._fresh(spec) for spec in self.specs] for _ in range(slots)]
 
     def load(
-        self, slot: int, states: Sequence[Tensor], conv: Sequence[Tensor | None] | None = None
+        self,
+        slot: int,
+        states: Sequence[Tensor],
+        conv: Sequence[Tensor | None] | None = None,
+        phase: int = 0,
     ) -> None:
-        """Start a slot from states [HV, V, K] and convolution inputs [C, width - 1] (None: 0)."""
+        """Start a slot from states [HV, V, K] and convolution inputs [C, width - 1] (None: 0).
+
+        phase: of no consequence here, where nothing folds.
+        """
+        del phase
         fresh = [self._fresh(spec) for spec in self.specs]
         given = [None] * len(self.specs) if conv is None else conv
         self.slots[slot] = [
@@ -161,6 +169,9 @@ class TokenCache:
             for layer, rows in drafts.tokens.items():
                 x = drafts.inputs[layer][row, :n] if layer in drafts.inputs else None
                 self.slots[slot][layer] = self.slots[slot][layer].append(rows[row][:n], x)
+
+    def discard(self, drafts: Drafts) -> None:
+        """End a model step and keep nothing of it: there is nothing to do."""
 
     def materialize(self, slot: int) -> list[Tensor]:
         """For every layer the state after all committed tokens: [HV, V, K], FP64."""

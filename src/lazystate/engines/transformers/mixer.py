@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 from lazystate.cache import StateCache, StepError, Ticket
 from lazystate.engines.transformers.adapters import Adapter
 from lazystate.engines.transformers.layers import ReplayLayer, attach
-from lazystate.ops import Fold
 from lazystate.spec import LayerSpec
 
 
@@ -45,13 +44,13 @@ class Entry(NamedTuple):
 class Patch:
     """What was done to a model: the options of `patch` and the mixers, in the model's order.
 
-    `stateful` are the modules that had called themselves unfit for assisted generation.
+    `storage` are the options of `StateCache` that say how states are stored; `stateful` the modules
+    that had called themselves unfit for assisted generation.
     """
 
     window: int
     max_tokens: int
-    checkpoint: torch.dtype
-    fold: Fold
+    storage: dict[str, Any]
     mixers: list[Mixer] = field(default_factory=list)
     stateful: list[nn.Module] = field(default_factory=list)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lazystate import checks
 from lazystate.engines.transformers.adapters import ADAPTERS
 from lazystate.engines.transformers.mixer import Mixer, Patch
+from lazystate.formats import Rounding
 from lazystate.ops import Fold
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -23,7 +24,10 @@ def patch(
     *,
     window: int = 16,
     max_tokens: int = 8,
-    checkpoint: torch.dtype = torch.float32,
+    checkpoint: str | torch.dtype = torch.float32,
+    view: str | torch.dtype | None = None,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
     fold: Fold = "raw",
 ) -> Model:
     """Let a model decode without rewriting its recurrent state for every token.
@@ -39,8 +43,9 @@ def patch(
         window: L, tokens between two folds of a state.
         max_tokens: most tokens of one step, the longest draft plus 1; up to `window`. Longer drafts
             work, but cost a pass over the state.
-        checkpoint: dtype of the states.
-        fold: "raw", or "cached" for fewer bytes and a small drift (see `StateCache`).
+        checkpoint: format of the states. view: format of a smaller copy, which most steps read.
+        rounding, seed: into a checkpoint narrower than FP32.
+        fold: "raw", or "cached" for fewer bytes and a small drift. All five as in `StateCache`.
 
     Returns:
         The model.
@@ -49,11 +54,20 @@ def patch(
         ValueError: if no layer is supported, the model is patched already, its layers are spread
             over devices by accelerate, or an option is out of range.
     """
-    done = Patch(window, max_tokens, checkpoint, fold)
+    storage = {
+        "checkpoint": checkpoint,
+        "view": view,
+        "rounding": rounding,
+        "seed": seed,
+        "fold": fold,
+    }
+    done = Patch(window, max_tokens, storage)
     for module in _recurrent(model):
         adapter = ADAPTERS[type(module).__name__]
         done.mixers.append(Mixer(module, adapter, len(done.mixers), module.forward, done))
-    checks.sizes(done.specs(torch.float32), 1, window, max_tokens, checkpoint, fold)
+    specs = done.specs(torch.float32)
+    checks.sizes(specs, 1, window, max_tokens)
+    checks.storage(specs, **storage)
     for mixer in done.mixers:
         mixer.module.forward = mixer.forward  # pyright: ignore (a decorated method)
     for module in model.modules():
@@ -88,7 +102,10 @@ def patched(
     *,
     window: int = 16,
     max_tokens: int = 8,
-    checkpoint: torch.dtype = torch.float32,
+    checkpoint: str | torch.dtype = torch.float32,
+    view: str | torch.dtype | None = None,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
     fold: Fold = "raw",
 ) -> Iterator[None]:
     """A `with` block in which a model is patched, or in which loaded models come out patched.
@@ -101,7 +118,15 @@ def patched(
     Raises:
         ValueError: as `patch`, here or at the load.
     """
-    options = {"window": window, "max_tokens": max_tokens, "checkpoint": checkpoint, "fold": fold}
+    options: dict[str, Any] = {
+        "window": window,
+        "max_tokens": max_tokens,
+        "checkpoint": checkpoint,
+        "view": view,
+        "rounding": rounding,
+        "seed": seed,
+        "fold": fold,
+    }
     if model is not None:
         patch(model, **options)
         try:

@@ -239,7 +239,6 @@ class Replay:
             rows,
             window=patch.window,
             max_tokens=patch.max_tokens,
-            checkpoint=patch.checkpoint,
-            fold=patch.fold,
             device=device,
+            **patch.storage,
         )

@@ -13,12 +13,13 @@ from lazystate.ops.torch.step import gather, per_head, product, solve, within
 def fold(pool: Pool, rows: Rows) -> None:
     """Replay the committed records of `rows.folding` into their checkpoints, and rebuild the view.
 
+    Both are made of the same exact state: neither of the other's rounded numbers.
     The records stay where they are; `commit` moves the origin past them.
     """
     which = rows.folding
     state = replay(pool, rows, which)
     slots = rows.slots[which]
-    pool.checkpoint.index_copy_(0, slots, state.to(pool.checkpoint.dtype))
+    pool.states.write(slots, state, rows.writes[which])
     pool.view.store(slots, state)
 
 
@@ -33,7 +34,7 @@ def replay(pool: Pool, rows: Rows, which: Tensor) -> Tensor:
         [F, HV, V, K], compute dtype.
     """
     spec, group = pool.spec, pool.spec.group
-    state = pool.checkpoint[rows.slots[which]].to(spec.compute)
+    state = pool.states.read(rows.slots[which]).to(spec.compute)
     state = state.masked_fill(rows.empty[which].view(-1, 1, 1, 1), 0)
     missing = rows.missing[which].flip(1)
     index = rows.recent.view_as(rows.missing)[which].flip(1).flatten()

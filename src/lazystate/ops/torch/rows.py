@@ -24,6 +24,7 @@ class Rows:
         folding: int64, indices into A of the rows that fold in this step.
         empty: bool [A], rows whose checkpoint is zero and is not read.
         any_empty: bool(empty.any()).
+        writes: int64 [A], checkpoints written before.
         tokens: T, the longest row of the step.
         recent: int64 [A * window], flat ring positions of committed records, newest first.
         missing: bool [A, window], which of them do not exist.
@@ -40,6 +41,7 @@ class Rows:
     folding: Tensor
     empty: Tensor
     any_empty: bool
+    writes: Tensor
     tokens: int
     recent: Tensor
     missing: Tensor
@@ -99,6 +101,7 @@ def begin(
         folding=(filled + new > cursors.limit[slots]).nonzero().squeeze(1),
         empty=empty,
         any_empty=bool(empty.any()),
+        writes=cursors.writes[slots],
         tokens=tokens,
         recent=recent.flatten(),
         missing=offsets[:window] >= filled.unsqueeze(1),
@@ -118,6 +121,7 @@ def commit(cursors: Cursors, rows: Rows, kept: Tensor | None, window: int) -> No
         cursors.origin[folded] += rows.filled[rows.folding]
         cursors.limit[folded] = window
         cursors.empty[folded] = False
+        cursors.writes[folded] += 1
         filled[rows.folding] = kept[rows.folding]
     cursors.filled[rows.slots] = filled
 

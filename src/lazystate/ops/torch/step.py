@@ -156,10 +156,15 @@ def append(
 
 
 def _read(pool: Pool, rows: Rows, vectors: Tensor) -> Tensor:
-    """View (checkpoint on folding rows) times [B, H or HV, K, n] -> [B, HV, V, n]."""
+    """View times [B, H or HV, K, n] -> [B, HV, V, n]; on folding rows the checkpoint's product."""
     shape = pool.spec.heads, pool.spec.value_dim, vectors.shape[-1]
     slots = None if rows.all_slots else rows.slots
-    read = pool.view.read(slots, vectors.contiguous()).view(-1, *shape)
+    vectors = vectors.contiguous()
+    read = pool.view.read(slots, vectors)
+    if rows.folding.numel() and pool.view is not pool.exact:
+        due = rows.folding
+        read[due] = pool.exact.read(rows.slots[due], vectors[due])
+    read = read.view(-1, *shape)
     if rows.any_empty:
         read = read.masked_fill(rows.empty.view(-1, 1, 1, 1), 0)
     return read
