@@ -117,14 +117,40 @@ def test_compare_fails_where_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> N
     """A differing token gives exit code 1 and names the model."""
 
     def wrong(*arguments: object, **options: object) -> tuple[list[measure.Result], torch.Tensor]:
-        row = measure.Result("gdn", "gdn", "replay", "none", False, 1.0, 1.0, 1.0, 1.0, 1.0)
-        plain = measure.Result("gdn", "gdn", "plain", "none", True, 0.0, 1.0, 1.0, 1.0, 1.0)
+        names = "none", view_format[0], view_format[1]
+        row = measure.Result("gdn", "gdn", "replay", *names, False, 1.0, 1.0, 1.0, 1.0, 1.0)
+        plain = measure.Result("gdn", "gdn", "plain", *names, True, 0.0, 1.0, 1.0, 1.0, 1.0)
         return [plain, row], torch.zeros(1, dtype=torch.int64)
 
+    view_format = "fp32", "full"
     monkeypatch.setattr(measure, "side_by_side", wrong)
     result = run("compare", "gdn")
     assert result.exit_code == 1
     assert "Different tokens: gdn (replay, none)" in result.stdout
+    view_format = "fp16", "nvfp4"
+    result = run("compare", "gdn", "--checkpoint", "fp16", "--view", "nvfp4")
+    assert result.exit_code == 0
+    assert "Different tokens (states are rounded): gdn (replay, none)" in result.stdout
+
+
+def test_compare_counts_the_bytes_of_small_formats() -> None:
+    """With a checkpoint and a view of few bits, counted bytes are predicted ones, and far fewer."""
+    formats = ("--checkpoint", "fp16", "--view", "nvfp4")
+    result = run("compare", "gdn", *SHORT, *formats, "--json")
+    assert result.exit_code == 0, result.output
+    plain, replay, _ = json.loads(result.stdout)
+    assert (replay["checkpoint"], replay["view"]) == ("fp16", "nvfp4")
+    assert replay["state_bytes_per_token"] == replay["predicted_state_bytes_per_token"]
+    assert replay["state_bytes_per_token"] < 0.4 * plain["state_bytes_per_token"]
+    assert 0 < replay["max_logit_diff"] < 3
+
+
+def test_generate_takes_formats() -> None:
+    """Text comes out, at fewer bytes; plain has no formats."""
+    formats = ("--checkpoint", "fp8", "--view", "int4", "--tokens", "8", "--prompt", "Once")
+    assert run("generate", "gdn", *formats).exit_code == 0
+    result = run("generate", "gdn", *formats, "--method", "plain")
+    assert result.exit_code == 2 and "need replay" in " ".join(result.stderr.split())
 
 
 def test_logit_difference_stops_behind_the_first_differing_token() -> None:

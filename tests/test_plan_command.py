@@ -12,6 +12,7 @@ from lazystate.cli import app
 
 KEYS = {
     "method",
+    "checkpoint",
     "view",
     "window",
     "tokens",
@@ -43,6 +44,23 @@ def test_table_names_the_model_and_its_source():
     assert result.exit_code == 0, result.output
     for text in ("Qwen3.5-4B, batch 8", "plain", "replay", "Table 5", "Faster on one NVIDIA H200"):
         assert text in result.output
+
+
+def test_formats_are_of_replay():
+    """--checkpoint and --view make replay cheaper, and its row says so; plain keeps FP32 states."""
+    formats = ("--checkpoint", "fp16", "--view", "nvfp4")
+    small, full = (json.loads(run("Qwen3.5-4B", *x, "--json").stdout) for x in (formats, ()))
+    assert small[0] == full[0]
+    assert small[1]["checkpoint"] == "fp16" and small[1]["view"] == "nvfp4"
+    assert small[1]["state_bytes_per_token"] < full[1]["state_bytes_per_token"] / 2
+    assert "fp16, nvfp4" in run("Qwen3.5-4B", *formats).output
+    assert run("Qwen3.5-4B", "--checkpoint", "int2").exit_code == 2
+
+
+def test_table_is_not_cut():
+    """All numbers are whole in 80 columns."""
+    out = run("Nemotron-3-Super-120B", "--checkpoint", "fp16", "--view", "nvfp4").output
+    assert "335,544,320" in out and "…" not in out
 
 
 def test_unknown_model_is_a_usage_error():

@@ -13,6 +13,11 @@ from lazystate.planner import HeadBytes, Record
 from lazystate.presets import PRESETS, preset
 from samples import KINDS, draw, layer, slots
 
+FORMATS = [
+    {"checkpoint": "fp16", "view": "nvfp4"},
+    {"checkpoint": "fp8", "view": "int2"},
+    {"checkpoint": "nvfp4"},
+]
 SUPER = HeadBytes.of(key_dim=128, value_dim=64)
 
 
@@ -82,10 +87,13 @@ def test_table_3(method, least, most):
 @pytest.mark.parametrize("fold", ["raw", "cached"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "kept"), [(1, 1), (3, 2), (4, 4)])
-def test_predicts_what_the_cache_counts(kind, fold, tokens, kept):
+@pytest.mark.parametrize("formats", [{}, *FORMATS], ids=str)
+def test_predicts_what_the_cache_counts(kind, fold, tokens, kept, formats):
     """Counted bytes over whole fold cycles are the predicted ones, exactly."""
     spec = layer(kind, torch.float32)
-    cache = StateCache(spec, 1, window=8, max_tokens=tokens, fold=fold)
+    if formats.get("view") and spec.erase:
+        fold = "raw"  # the one that a view allows
+    cache = StateCache(spec, 1, window=8, max_tokens=tokens, fold=fold, **formats)
     cache.load(slots(0), [torch.randn(1, *spec.state_shape)])
 
     def steps(until: int) -> None:
@@ -99,18 +107,22 @@ def test_predicts_what_the_cache_counts(kind, fold, tokens, kept):
     steps(1)
     with count_traffic() as counted:
         steps(3)
-    moved = planner.traffic(spec, "replay", window=8, tokens=tokens, kept=kept, fold=fold)
+    options = {"window": 8, "tokens": tokens, "kept": kept, "fold": fold}
+    moved = planner.traffic(spec, "replay", **options, **formats)
     assert counted.read / counted.tokens == pytest.approx(moved.read, rel=1e-12)
     assert counted.written / counted.tokens == pytest.approx(moved.written, rel=1e-12)
 
 
 @pytest.mark.parametrize("fold", ["raw", "cached"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_slot_bytes_are_what_the_cache_allocates(kind, fold):
+@pytest.mark.parametrize("formats", [{}, *FORMATS], ids=str)
+def test_slot_bytes_are_what_the_cache_allocates(kind, fold, formats):
     """Memory of a request, cursors excluded (33 bytes, shared by all layers)."""
     spec = layer(kind, torch.bfloat16, conv_channels=7, conv_width=4)
-    cache = StateCache(spec, 3, window=8, max_tokens=3, fold=fold)
-    planned = planner.slot_bytes(spec, "replay", window=8, tokens=3, fold=fold)
+    if formats.get("view") and spec.erase:
+        fold = "raw"
+    cache = StateCache(spec, 3, window=8, max_tokens=3, fold=fold, **formats)
+    planned = planner.slot_bytes(spec, "replay", window=8, tokens=3, fold=fold, **formats)
     assert cache.nbytes_per_slot - 33 == planned
 
 
@@ -183,6 +195,23 @@ def test_a_smaller_view_is_read_between_folds():
     none = planner.traffic(spec, "replay", window=16, view_bytes=0)
     state = 4 * planner.state_elements(spec)
     assert full.read - none.read == pytest.approx(15 / 16 * state)
+
+
+def test_formats_by_hand():
+    """Nemotron-3-Super's layer, L = 16: FP16 checkpoint and NVFP4 view, counted by hand."""
+    spec = preset("Nemotron-3-Super-120B").layer
+    n, record = planner.state_elements(spec), Record.of(spec).total
+    view, state = spec.heads * (64 * 128 // 2 + 64 * 8 + 4), 2 * n
+    moved = planner.traffic(spec, "replay", window=16, checkpoint="fp16", view="nvfp4")
+    records = 16 * 17 / 2 / 16  # held by the steps of a window, 1 to 16, of which folds read all
+    assert moved.read == pytest.approx(15 / 16 * view + state / 16 + records * record)
+    assert moved.written == pytest.approx((state + view) / 16 + record)
+    full = planner.traffic(spec, "replay", window=16)
+    assert moved.total < full.total / 3
+    longer = planner.best_window(spec, checkpoint="fp32", view="nvfp4")
+    assert longer > planner.best_window(spec, checkpoint="nvfp4")
+    with pytest.raises(ValueError, match="view must be one of"):
+        planner.traffic(spec, "replay", view="fp6")
 
 
 def test_step_time_pairs_reads_with_writes():

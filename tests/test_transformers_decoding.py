@@ -120,3 +120,21 @@ def test_fp64_is_exact(mixer: str) -> None:
     logits = forced(model, prompt(60), 20)
     assert logits.dtype == torch.float64
     assert relative(logits, forced(stock(mixer), prompt(60), 20).double()) <= FP32
+
+
+@pytest.mark.parametrize("mixer", FAMILIES)
+def test_small_formats_cost_their_rounding(mixer: str) -> None:
+    """Checkpoint and view of few bits: finite, the same again, and the further off the fewer."""
+    exact = forced(stock(mixer), prompt(100), 20)
+    errors = []
+    for formats in (
+        {"checkpoint": "fp16"},
+        {"checkpoint": "fp16", "view": "fp8"},
+        {"checkpoint": "nvfp4", "view": "int2"},
+    ):
+        one, two = (forced(patch(copied(mixer), **formats), prompt(100), 20) for _ in range(2))
+        assert torch.equal(one, two)
+        errors.append(relative(one, exact))
+    assert 0 < errors[0] < errors[1] < errors[2]
+    with pytest.raises(ValueError, match="view must be one of"):
+        patch(copied(mixer), view="fp6")

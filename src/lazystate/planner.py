@@ -13,10 +13,12 @@ from typing import Literal
 
 import torch
 
+from lazystate.formats import CHECKPOINTS, VIEWS, named
 from lazystate.presets import ModelShape
 from lazystate.spec import LayerSpec
 
 Method = Literal["plain", "snapshot", "replay"]
+Stores = str | torch.dtype  # a format, by its name or its dtype
 
 # State reads and writes of one verify step of T tokens (ReplaySSM Table 3).
 STATE_PASSES = {
@@ -96,6 +98,33 @@ def state_elements(layer: LayerSpec) -> int:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Bytes of one request's state in one layer, by what touches them.
+
+    Attributes:
+        checkpoint: read and written by a fold. read: by a step that does not fold.
+        copy: of a view that is kept besides the checkpoint; a fold writes it.
+    """
+
+    checkpoint: int
+    read: int
+    copy: int
+
+    @classmethod
+    def of(cls, layer: LayerSpec, checkpoint: Stores, view: Stores | None) -> Stored:
+        """From the formats' names or dtypes; view None: steps read the checkpoint."""
+
+        def nbytes(form) -> int:
+            return layer.heads * form.nbytes(layer.value_dim, layer.key_dim)
+
+        state = nbytes(named("checkpoint", checkpoint, CHECKPOINTS))
+        if view is None:
+            return cls(state, state, 0)
+        copy = nbytes(named("view", view, VIEWS))
+        return cls(state, copy, copy)
+
+
+@dataclass(frozen=True)
 class Record:
     """Bytes of one token's record in one layer, by what reads them.
 
@@ -141,7 +170,8 @@ def traffic(
     window: int = 16,
     tokens: int = 1,
     kept: float = 1.0,
-    checkpoint: torch.dtype = torch.float32,
+    checkpoint: Stores = torch.float32,
+    view: Stores | None = None,
     fold: str = "raw",
     view_bytes: int | None = None,
 ) -> Moved:
@@ -149,22 +179,24 @@ def traffic(
 
     Args:
         tokens: T of a step. kept: mean tokens of a step that are committed, 1 to T.
-        view_bytes: what a step that does not fold reads instead of the checkpoint; None: that.
+        checkpoint, view: formats, of replay; the other methods keep states as the checkpoint.
+        view_bytes: what a step that does not fold reads, where that is no view of a format.
 
     Raises:
-        ValueError: for tokens above the window or kept outside 1..tokens.
+        ValueError: for tokens above the window, kept outside 1..tokens, or an unknown format.
     """
     _check(window, tokens, kept)
-    state = state_elements(layer) * checkpoint.itemsize
+    stored = Stored.of(layer, checkpoint, view)
+    state = stored.checkpoint
     if method == "plain":
         return Moved(state, state)
     if method == "snapshot":
         return Moved(state / kept, tokens * state / kept)
     record = Record.of(layer, fold)
     steps, folds, held, folded = _cycles(window, tokens, kept)
-    view = state if view_bytes is None else view_bytes
-    read = (steps - folds) * view + folds * state + held * record.read + folded * record.raw
-    written = folds * state + steps * tokens * record.total
+    step = stored.read if view_bytes is None else view_bytes
+    read = (steps - folds) * step + folds * state + held * record.read + folded * record.raw
+    written = folds * (state + stored.copy) + steps * tokens * record.total
     return Moved(read / (steps * kept), written / (steps * kept))
 
 
@@ -188,7 +220,14 @@ def _cycles(window: int, tokens: int, kept: float) -> tuple[int, int, int, int]:
 
 
 def best_window(
-    layer: LayerSpec, *, tokens: int = 1, kept: float = 1.0, fold: str = "raw", largest: int = 64
+    layer: LayerSpec,
+    *,
+    tokens: int = 1,
+    kept: float = 1.0,
+    checkpoint: Stores = torch.float32,
+    view: Stores | None = None,
+    fold: str = "raw",
+    largest: int = 64,
 ) -> int:
     """The window, `tokens` to `largest`, that moves the fewest bytes for a token.
 
@@ -196,7 +235,16 @@ def best_window(
     """
 
     def moved(window: int) -> float:
-        return traffic(layer, "replay", window=window, tokens=tokens, kept=kept, fold=fold).total
+        return traffic(
+            layer,
+            "replay",
+            window=window,
+            tokens=tokens,
+            kept=kept,
+            checkpoint=checkpoint,
+            view=view,
+            fold=fold,
+        ).total
 
     return min(range(tokens, max(largest, tokens) + 1), key=moved)
 
@@ -207,11 +255,13 @@ def slot_bytes(
     *,
     window: int = 16,
     tokens: int = 1,
-    checkpoint: torch.dtype = torch.float32,
+    checkpoint: Stores = torch.float32,
+    view: Stores | None = None,
     fold: str = "raw",
 ) -> int:
-    """Memory of one request in one layer: checkpoint or states, ring, convolution inputs."""
-    state = state_elements(layer) * checkpoint.itemsize
+    """Memory of one request in one layer: states or checkpoint and view, ring, conv inputs."""
+    stored = Stored.of(layer, checkpoint, view)
+    state = stored.checkpoint
     conv_input = layer.conv_channels * layer.activation.itemsize
     past = (layer.conv_width - 1) * conv_input
     if method == "plain":
@@ -219,7 +269,7 @@ def slot_bytes(
     conv = past + tokens * conv_input
     if method == "snapshot":
         return (1 + tokens) * state + conv
-    return state + (window + tokens) * Record.of(layer, fold).total + conv
+    return state + stored.copy + (window + tokens) * Record.of(layer, fold).total + conv
 
 
 @dataclass(frozen=True)
@@ -227,12 +277,14 @@ class Plan:
     """One method for one model; the keys of `lazystate plan --json`.
 
     Attributes:
+        checkpoint: format of the states. view: of the copy that steps read; "full" for none.
         state_bytes_per_token: bytes of state and records for a committed token, all layers.
         step_us: microseconds that a batch's step needs at least for them; request_bytes: memory of
             one request, all recurrent layers; max_batch: requests that fit, None if not asked.
     """
 
     method: Method
+    checkpoint: str
     view: str
     window: int | None
     tokens: int
@@ -244,9 +296,12 @@ class Plan:
     def __str__(self) -> str:
         window = "" if self.window is None else f", window {self.window}"
         batch = "" if self.max_batch is None else f", at most {self.max_batch:,} requests"
+        formats = "" if self.checkpoint == "fp32" else f", {self.checkpoint}"
+        formats += "" if self.view == "full" else f", {self.view} view"
         return (
-            f"{self.method} (T = {self.tokens}{window}): {self.state_bytes_per_token:,.0f} state "
-            f"bytes a token, {self.step_us:,.0f} us a step, "
+            f"{self.method} (T = {self.tokens}{window}{formats}): "
+            f"{self.state_bytes_per_token:,.0f} state bytes a token, "
+            f"{self.step_us:,.0f} us a step, "
             f"{self.request_bytes / 2**20:,.1f} MiB a request{batch}"
         )
 
@@ -261,6 +316,8 @@ def plan(
     window: int | None = None,
     tokens: int = 1,
     kept: float = 1.0,
+    checkpoint: Stores = torch.float32,
+    view: Stores | None = None,
     free_bytes: int | None = None,
     context: int = 0,
 ) -> Plan:
@@ -268,20 +325,23 @@ def plan(
 
     Args:
         read_gbs, copy_gbs: what a plain read and a copy (bytes read plus written) reach, GB/s.
-        window: None for the best one. free_bytes: memory for requests, weights excluded.
+        window: None for the best one. checkpoint, view: formats, as in `traffic`.
+        free_bytes: memory for requests, weights excluded.
         context: tokens of KV cache that a request holds, where the shape states its KV bytes.
     """
     layer, layers = shape.layer, shape.recurrent_layers
+    formats = {"checkpoint": checkpoint, "view": view}
     if method == "replay" and window is None:
-        window = best_window(layer, tokens=tokens, kept=kept)
+        window = best_window(layer, tokens=tokens, kept=kept, **formats)
     used = window or max(16, tokens)  # of replay; the other methods have none
-    moved = traffic(layer, method, window=used, tokens=tokens, kept=kept)
+    moved = traffic(layer, method, window=used, tokens=tokens, kept=kept, **formats)
     per_step = batch * layers * kept
-    memory = layers * slot_bytes(layer, method, window=used, tokens=tokens)
+    memory = layers * slot_bytes(layer, method, window=used, tokens=tokens, **formats)
     kv = context * (shape.attention_layers or 0) * (shape.kv_bytes or 0)
     return Plan(
         method=method,
-        view="full",
+        checkpoint=named("checkpoint", checkpoint, CHECKPOINTS).name,
+        view="full" if view is None else named("view", view, VIEWS).name,
         window=window if method == "replay" else None,
         tokens=tokens,
         state_bytes_per_token=layers * moved.total,

@@ -37,15 +37,23 @@ class Method:
         window: L of replay, or None for plain: stock transformers, which rewrites the state with
             every token.
         draft_tokens: most tokens that prompt lookup proposes a step, 0 for no drafts.
+        checkpoint: format of replay's states. view: of the copy that most steps read; None: none.
 
     Raises:
-        ValueError: for drafts without replay, or more of them than a window holds.
+        ValueError: for drafts or formats without replay, or more drafts than a window holds.
     """
 
     window: int | None = None
     draft_tokens: int = 0
+    checkpoint: str = "fp32"
+    view: str | None = None
 
     def __post_init__(self) -> None:
+        if self.window is None and not self.exact:
+            raise ValueError(
+                f"checkpoint and view need replay, got {self.checkpoint} and {self.view} for "
+                "plain: stock transformers keeps its states as they are; decode with 'replay'"
+            )
         if self.draft_tokens and self.window is None:
             raise ValueError(
                 "drafts need replay: when a draft is rejected the state must go back, and stock "
@@ -62,6 +70,11 @@ class Method:
     def name(self) -> Literal["plain", "replay"]:
         """Plain or replay."""
         return "plain" if self.window is None else "replay"
+
+    @property
+    def exact(self) -> bool:
+        """Whether states are FP32, so that only the order of additions differs from plain."""
+        return self.checkpoint == "fp32" and self.view in (None, "fp32")
 
     @property
     def draft(self) -> str:
@@ -111,7 +124,15 @@ class Loaded:
     def _step_bytes(self, method: Method, tokens: int, kept: float) -> float:
         kept, window = min(kept, tokens), method.window or 1
         return kept * sum(
-            planner.traffic(spec, method.name, window=window, tokens=tokens, kept=kept).total
+            planner.traffic(
+                spec,
+                method.name,
+                window=window,
+                tokens=tokens,
+                kept=kept,
+                checkpoint=method.checkpoint,
+                view=method.view,
+            ).total
             for spec in self.specs
         )
 
@@ -200,4 +221,10 @@ def _engine(model: PreTrainedModel, method: Method) -> AbstractContextManager:
     """Replay patched in for the length of a `with` block, or nothing for plain."""
     if method.window is None:
         return nullcontext()
-    return patched(model, window=method.window, max_tokens=method.draft_tokens + 1)
+    return patched(
+        model,
+        window=method.window,
+        max_tokens=method.draft_tokens + 1,
+        checkpoint=method.checkpoint,
+        view=method.view,
+    )

@@ -9,7 +9,14 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from lazystate.commands.options import Device, DraftTokens, Window, usage_errors
+from lazystate.commands.options import (
+    Checkpoint,
+    Device,
+    DraftTokens,
+    View,
+    Window,
+    usage_errors,
+)
 
 
 def generate(
@@ -32,6 +39,8 @@ def generate(
         typer.Option(help="prompt-lookup: propose what followed the last words before."),
     ] = "none",
     draft_tokens: DraftTokens = 4,
+    checkpoint: Checkpoint = "fp32",
+    view: View = "none",
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Number format of the model.")
     ] = "float32",
@@ -52,6 +61,7 @@ def generate(
     ```text
     lazystate generate gdn --prompt "It was a dark night, and"
     lazystate generate mamba2 --file chapter.txt --draft prompt-lookup
+    lazystate generate gdn --prompt "Once" --checkpoint fp16 --view nvfp4
     cat chapter.txt | lazystate generate kda --method plain
     lazystate generate ./my-model --prompt "Once" --temperature 0.8 --seed 3 --dtype bfloat16
     ```
@@ -61,7 +71,10 @@ def generate(
 
     with usage_errors():
         how = decoding.Method(
-            window if method == "replay" else None, draft_tokens if draft != "none" else 0
+            window if method == "replay" else None,
+            draft_tokens if draft != "none" else 0,
+            checkpoint,
+            None if view == "none" else view,
         )
         text = _prompt(prompt, file)
         loaded = decoding.load(model, dtype, device)

@@ -20,6 +20,7 @@ class Result:
     Attributes:
         model: name or folder. layer: kind of its recurrent layers.
         method: "plain" or "replay". draft: "none" or "prompt-lookup".
+        checkpoint, view: formats of replay's states; "full" for no view.
         identical: whether all tokens are those of plain.
         max_logit_diff: largest absolute difference of a logit from plain's, up to and including
             the first differing token.
@@ -33,6 +34,8 @@ class Result:
     layer: str
     method: str
     draft: str
+    checkpoint: str
+    view: str
     identical: bool
     max_logit_diff: float
     state_bytes_per_token: float
@@ -78,6 +81,8 @@ def side_by_side(
                 layer=loaded.layer,
                 method=method.name,
                 draft=method.draft,
+                checkpoint=method.checkpoint,
+                view=method.view or "full",
                 identical=torch.equal(decoded.tokens, first.tokens),
                 max_logit_diff=logit_difference(decoded, first),
                 state_bytes_per_token=settled.bytes_per_token,

@@ -21,6 +21,14 @@ Window = Annotated[
 DraftTokens = Annotated[
     int, typer.Option(min=1, help="Most tokens a draft proposes for one step; below the window.")
 ]
+Checkpoint = Annotated[
+    Literal["fp32", "fp16", "bf16", "fp8", "nvfp4"],
+    typer.Option(help="Format of the state that is carried on, rounded stochastically."),
+]
+View = Annotated[
+    Literal["none", "fp32", "fp16", "bf16", "fp8", "nvfp4", "int8", "int4", "int2"],
+    typer.Option(help="Format of a copy of the state, which most steps read; none: no copy."),
+]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON list, and no table.")]
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from lazystate.commands.options import MOST_WINDOW, Json, usage_errors
+from lazystate.commands.options import MOST_WINDOW, Checkpoint, Json, View, usage_errors
 
 
 def plan(
@@ -33,6 +34,8 @@ def plan(
     window: Annotated[
         int | None, typer.Option(min=1, max=MOST_WINDOW, help="Of replay.  [default: the best]")
     ] = None,
+    checkpoint: Checkpoint = "fp32",
+    view: View = "none",
     bandwidth: Annotated[
         float, typer.Option(min=1, help="GB/s that a plain read reaches.")
     ] = 4600.0,
@@ -54,7 +57,8 @@ def plan(
     """Plan decoding: bytes of recurrent state a token, time a step, memory, the largest batch.
 
     Times are the least that the bytes take at the given bandwidths (the defaults are those measured
-    on one H200); recurrent layers only.
+    on one H200); recurrent layers only. --checkpoint and --view are of replay; the other methods
+    keep FP32 states.
 
     **Published shapes**: Nemotron-3-Nano-4B, Nemotron-3-Super-120B, Nemotron-Nano-9B-v2,
     Qwen3.5-4B, Qwen3.5-122B-A10B, Qwen3.8-Flash-Next, GLM-5.3-Flash, Kimi-Linear-48B.
@@ -64,6 +68,7 @@ def plan(
     ```text
     lazystate plan Nemotron-3-Super-120B --batch 256 --weights 80
     lazystate plan Qwen3.5-4B --tokens 4 --acceptance 3.2
+    lazystate plan Qwen3.5-4B --checkpoint fp16 --view nvfp4
     lazystate plan ./my-model/config.json --method replay --window 16 --json
     ```
     """
@@ -93,6 +98,8 @@ def plan(
                 window=window if each == "replay" else None,
                 tokens=tokens if each != "plain" else 1,
                 kept=kept if each != "plain" else 1.0,
+                checkpoint=checkpoint if each == "replay" else "fp32",
+                view=view if each == "replay" and view != "none" else None,
                 free_bytes=round(gpu_memory * 2**30 - weights * 1e9),
                 context=context,
             )
@@ -133,20 +140,22 @@ def _methods(method: str, tokens: int) -> Sequence:
 
 
 def _table(title: str, plans: Sequence) -> Table:
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
     for name in (
         "method",
+        "states",
         "window",
         "T",
-        "state bytes/token",
+        "state bytes\n/token",
         "step, us",
-        "MiB/request",
+        "MiB\n/request",
         "max batch",
     ):
-        table.add_column(name, justify="left" if name == "method" else "right")
+        table.add_column(name, justify="left" if name in ("method", "states") else "right")
     for each in plans:
         table.add_row(
             each.method,
+            each.checkpoint if each.view == "full" else f"{each.checkpoint}, {each.view}",
             "-" if each.window is None else str(each.window),
             str(each.tokens),
             f"{each.state_bytes_per_token:,.0f}",
