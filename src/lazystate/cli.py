@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import lazystate
+from lazystate.commands import evaluate
 from lazystate.commands.compare import compare
 from lazystate.commands.generate import generate
 from lazystate.commands.plan import plan
@@ -43,6 +44,7 @@ def main(
     lazystate compare        # the shipped models, both ways, side by side
     lazystate generate gdn --prompt "It was a dark night, and"
     lazystate plan --help    # what it saves on a given model and GPU
+    lazystate evaluate --help  # what states of few bits do to outputs
     ```
     """
 
@@ -50,3 +52,4 @@ def main(
 app.command()(compare)
 app.command()(generate)
 app.command()(plan)
+app.add_typer(evaluate.app, name="evaluate")

@@ -1,0 +1,258 @@
+"""`lazystate evaluate`: what low-precision states do to a model's outputs."""
+
+from __future__ import annotations
+
+import json as jsons
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lazystate import shipped
+from lazystate.commands.options import Device, Json, usage_errors
+
+if TYPE_CHECKING:
+    from lazystate.evaluation.kl import Config
+
+STATES = (
+    "fp32",
+    "fp16",
+    "fp16:nearest",
+    "fp8",
+    "fp8:nearest",
+    "nvfp4",
+    "nvfp4:nearest",
+    "fp32,fp8",
+    "fp16,fp8",
+    "fp8,fp8",
+    "fp32,nvfp4",
+    "fp16,nvfp4",
+    "fp8,nvfp4",
+    "fp32,int4",
+    "fp32,int2",
+)
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+
+
+@app.callback()
+def evaluate() -> None:
+    """Measure how far rounded states take outputs from those of FP32 states."""
+
+
+@app.command()
+def kl(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Shipped models or folders of transformers; all shipped ones if none."),
+    ] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How states are kept: checkpoint, or checkpoint,view; ':nearest' behind it rounds "
+            "the checkpoint to nearest. Repeat it for more.  [default: 15 of them]"
+        ),
+    ] = None,
+    window: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens between folds; repeat it for more.  [default: 16]"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded behind the prompt.")] = 1024,
+    streams: Annotated[int, typer.Option(min=1, help="Pages of the held-out books.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Of stochastic rounding.")] = 0,
+    device: Device = "cpu",
+    threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads; small models are fastest on one.")
+    ] = 1,
+    json: Json = False,
+) -> None:
+    """KL divergence of the next-token distribution from FP32-state decoding.
+
+    Each model is fed pages of books that it has not been trained on, one token a step behind a
+    prompt whose state is exact, with every kind of state. D(p_FP32 || p) in nats is taken over the
+    whole vocabulary and averaged over the streams and over the (at most) 256 positions that end at
+    the N-th token. The reference is stock transformers with FP32 states; "fp32" is replay without
+    rounding, and "again" stock transformers in two batches: what an order of additions makes.
+
+    **Examples**
+
+    ```text
+    lazystate evaluate kl
+    lazystate evaluate kl gdn --state fp16,nvfp4 --state nvfp4 --tokens 4096
+    lazystate evaluate kl gdn --state fp8 --window 1 --window 16 --window 64
+    lazystate evaluate kl --json > kl.json
+    ```
+    """
+    import torch
+
+    from lazystate.evaluation import kl as protocol
+
+    torch.set_num_threads(threads)
+    with usage_errors():
+        kept = [protocol.States.parse(each) for each in state or STATES]
+        configs = [protocol.AGAIN] + [
+            protocol.Config(each, length, seed=seed)
+            for length in window or [16]
+            for each in kept
+            if not (each.view and length == 1)  # every step folds: the view is never read
+        ]
+        rows = []
+        names = models or shipped.models()
+        with _progress(len(names) * (1 + len(configs)) * tokens) as step:
+            for name in names:
+                rows += _measure(name, configs, prompt_tokens, tokens, streams, device, step)
+    if json:
+        typer.echo(jsons.dumps(rows, indent=1))
+        return
+    for name in names:
+        _show_kl([row for row in rows if row["model"] == name], name)
+
+
+@app.command()
+def decay(
+    state: Annotated[
+        list[str] | None, typer.Option(help="Formats.  [default: fp16, fp8, nvfp4]")
+    ] = None,
+    window: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens between folds.  [default: 1, 16]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs and of rounding.")] = 0,
+    json: Json = False,
+) -> None:
+    """Error of a rounded state without a model: how it grows with slow decays.
+
+    One state that decays by alpha a token and is rounded once a window, against the same in FP64.
+    An error of mean b and variance s^2 a fold should add up to b / (1 - gamma) and
+    s^2 / (1 - gamma^2) with gamma = alpha^L; the table has what was measured and this law.
+    """
+    import torch
+
+    from lazystate.evaluation import decay as laws
+    from lazystate.formats import CHECKPOINTS, Rounding, named
+
+    torch.set_num_threads(1)
+    with usage_errors():
+        formats = [named("state", each, CHECKPOINTS).name for each in state or _NARROW]
+        runs = [
+            (each, rounding, alpha, length)
+            for each in formats
+            for rounding in get_args(Rounding)
+            for length in window or [1, 16]
+            for alpha in laws.ALPHAS
+        ]
+        found = []
+        with _progress(sum(laws.settled(alpha, length) for *_, alpha, length in runs)) as step:
+            for each, rounding, alpha, length in runs:
+                folds = laws.settled(alpha, length)
+                found.append(laws.run(each, rounding, alpha, length, folds, seed))
+                step(folds)
+    if json:
+        typer.echo(jsons.dumps([asdict(each) for each in found], indent=1))
+        return
+    table = _table("rounded states of a recurrence with decay alpha")
+    for name in ("state", "rounding", "L", "alpha", "deviation", "law", "ratio", "once", "KL"):
+        table.add_column(name, justify="left" if name in ("state", "rounding") else "right")
+    for each in found:
+        table.add_row(
+            each.state,
+            each.rounding,
+            str(each.window),
+            str(each.alpha),
+            f"{each.rms:.2e}",
+            f"{each.law:.2e}",
+            f"{each.rms / each.law:.2f}",
+            f"{each.once:.1e}",
+            f"{each.kl:.1e}",
+        )
+    Console(highlight=False).print(table)
+
+
+_NARROW = ("fp16", "fp8", "nvfp4")
+
+
+def _measure(
+    name: str,
+    configs: list[Config],
+    prompt_tokens: int,
+    tokens: int,
+    streams: int,
+    device: Any,
+    step: Any,
+) -> list[dict[str, Any]]:
+    """A row for every configuration and N of one model."""
+    from lazystate.commands.decoding import load
+    from lazystate.evaluation import kl as protocol
+
+    loaded = load(name, device=device)
+    given = protocol.streams(loaded.tokenizer, streams, prompt_tokens + tokens)
+    given = given.to(loaded.model.device)
+    reference = protocol.Reference.of(loaded.model, given, prompt_tokens, step)
+    rows = []
+    for config in configs:
+        for point in reference.measure(loaded.model, config, step):
+            again = config.window is None
+            rows.append(
+                {
+                    "model": name,
+                    "layer": loaded.layer,
+                    "state": "again" if again else str(config.states),
+                    "window": config.window,
+                    "seed": config.seed,
+                    "prompt_tokens": prompt_tokens,
+                    **{key: _number(value) for key, value in asdict(point).items()},
+                }
+            )
+    return rows
+
+
+def _number(value: Any) -> Any:
+    """What JSON has a word for: None in place of NaN."""
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _cell(mean: float | None, error: float | None) -> str:
+    """A mean with its error; a state that became non-finite says so."""
+    if mean is None:
+        return "not finite"
+    return f"{mean:.1e}" + ("" if error is None else f" ± {error:.0e}")
+
+
+def _show_kl(rows: list[dict[str, Any]], name: str) -> None:
+    """One model's table: a line for every kind of state and window, a column for every N."""
+    table = _table(f"{name}: KL from FP32 states, nats, at the N-th token")
+    table.add_column("state")
+    table.add_column("L", justify="right")
+    columns = sorted({row["n"] for row in rows})
+    for n in columns:
+        table.add_column(f"{n:,}", justify="right")
+    cells = {(row["state"], row["window"], row["n"]): row for row in rows}
+    for state, window in dict.fromkeys((row["state"], row["window"]) for row in rows):
+        found = [cells[state, window, n] for n in columns]
+        table.add_row(
+            state,
+            "-" if window is None else str(window),
+            *(_cell(row["kl"], row["standard_error"]) for row in found),
+        )
+    Console(highlight=False).print(table)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on standard error; what it yields moves it on by a number of steps."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda steps: progress.advance(task, steps)
