@@ -57,7 +57,7 @@ def kl(
         list[str] | None,
         typer.Option(
             help="How states are kept: checkpoint, or checkpoint,view; ':nearest' behind it rounds "
-            "the checkpoint to nearest. Repeat it for more.  [default: 15 of them]"
+            "the checkpoint to nearest. Repeat it for more.  [default: 15 of them, and again]"
         ),
     ] = None,
     window: Annotated[
@@ -98,7 +98,8 @@ def kl(
     torch.set_num_threads(threads)
     with usage_errors():
         kept = [protocol.States.parse(each) for each in state or STATES]
-        configs = [protocol.AGAIN] + [
+        configs = [] if state else [protocol.AGAIN]
+        configs += [
             protocol.Config(each, length, seed=seed)
             for length in window or [16]
             for each in kept

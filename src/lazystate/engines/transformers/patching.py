@@ -14,7 +14,7 @@ from lazystate import checks
 from lazystate.engines.transformers.adapters import ADAPTERS
 from lazystate.engines.transformers.mixer import Mixer, Patch
 from lazystate.formats import Rounding
-from lazystate.ops import Fold
+from lazystate.ops import Fold, backend
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -52,7 +52,7 @@ def patch(
 
     Raises:
         ValueError: if no layer is supported, the model is patched already, its layers are spread
-            over devices by accelerate, or an option is out of range.
+            over devices by accelerate, or an option is out of range or not done on its device.
     """
     storage = {
         "checkpoint": checkpoint,
@@ -67,7 +67,7 @@ def patch(
         done.mixers.append(Mixer(module, adapter, len(done.mixers), module.forward, done))
     specs = done.specs(torch.float32)
     checks.sizes(specs, 1, window, max_tokens)
-    checks.storage(specs, **storage)
+    backend("auto", next(model.parameters()).device, checks.storage(specs, **storage))
     for mixer in done.mixers:
         mixer.module.forward = mixer.forward  # pyright: ignore (a decorated method)
     for module in model.modules():
