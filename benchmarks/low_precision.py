@@ -28,14 +28,14 @@ PROCESSES = 2
 
 WINDOWS = ("--window 1 --window 4 --window 16 --window 32 --window 64 --tokens 256 --state fp32 "
            "--state fp8 --state nvfp4 --state fp32,fp8 --state fp32,nvfp4")  # fmt: skip
-LONG = ("--tokens 3584 --state fp32 --state fp8 --state fp8:nearest --state nvfp4 "
-        "--state nvfp4:nearest --state fp32,nvfp4 --state fp16,nvfp4")  # fmt: skip
+LONG = ("--tokens 3584 --state fp8 --state fp8:nearest --state nvfp4 --state nvfp4:nearest "
+        "--state fp32,nvfp4")  # fmt: skip
 PARTS = {
     "decay": ["decay"],
     "states": [f"kl {model}" for model in MODELS],
     "windows": [f"kl {model} {WINDOWS}" for model in MODELS],
 }
-LONG_PARTS = {"long": [f"kl {model} {LONG}" for model in MODELS]}
+LONG_PARTS = {"long": [f"kl {model} {LONG}" for model in ("gdn", "mamba2")]}
 
 
 def run(command: str) -> list[dict]:
@@ -187,6 +187,33 @@ def findings_table(record: dict) -> str:
     return out
 
 
+def choices_table(record: dict) -> str:
+    """What each state moves on two published layers, and what it costs here."""
+    from lazystate import planner
+    from lazystate.presets import preset
+
+    points = Points(record["states"]["rows"])
+    last = points.at[-1]
+    layers = {name: preset(name).layer for name in ("Nemotron-3-Super-120B", "Qwen3.5-122B-A10B")}
+    out = head("state", *(f"{name}, of plain" for name in layers), f"KL at N = {last}")
+    listed = []
+    for state, window in points.states:
+        if window is None or ":" in state:
+            continue
+        checkpoint, _, view = state.partition(",")
+        parts = []
+        for layer in layers.values():
+            options = {"window": window, "checkpoint": checkpoint, "view": view or None}
+            moved = planner.traffic(layer, "replay", **options).total
+            parts.append(moved / planner.traffic(layer, "plain").total)
+        seen = [points.kl(model, state, last) for model in points.models]
+        listed.append((parts, state, seen))
+    for parts, state, seen in sorted(listed, reverse=True):
+        cells = (f"{part:.3f}" for part in parts)
+        out += line(f"`{state}`", *cells, f"{min(seen):.0e} to {max(seen):.0e}")
+    return out
+
+
 def rounding_table(record: dict) -> str:
     """KL of shared checkpoints rounded to nearest, over those rounded stochastically."""
     parts = [("states", ("fp16", "fp8", "nvfp4")), ("long", ("fp8", "nvfp4"))]
@@ -245,6 +272,7 @@ def _made(part: dict) -> str:
 TABLES = {
     "states": states_table,
     "findings": findings_table,
+    "choices": choices_table,
     "rounding": rounding_table,
     "long": long_table,
     "decay": decay_table,

@@ -67,6 +67,7 @@ def checkpoints(
         1,
         window=drift.WINDOW,
         checkpoint=checkpoint,
+        rounding="nearest",
         fold=fold,
         device=DEVICE,
         backend="triton",
