@@ -35,7 +35,7 @@ PARTS = {
     "states": [f"kl {model}" for model in MODELS],
     "windows": [f"kl {model} {WINDOWS}" for model in MODELS],
 }
-LONG_PARTS = {"long": [f"kl {model} {LONG}" for model in ("gdn", "mamba2")]}
+LONG_PARTS = {"long": [f"kl {model} {LONG}" for model in MODELS]}
 
 
 def run(command: str) -> list[dict]:

@@ -119,7 +119,9 @@ def plan(
         return
     console = Console(highlight=False)
     console.print(_table(f"{shape.name}, batch {batch}", plans))
-    console.print(f"Faster on one {gpu}: {choice}.")
+    small = (checkpoint, view) != ("fp32", "none")
+    none = "These states have no GPU kernels yet: the times are those of their bytes."
+    console.print(none if small else f"Faster on one {gpu}: {choice}.")
     console.print(f"[dim]Shape: {shape.source}.[/dim]")
 
 
