@@ -333,7 +333,8 @@ def _plot_kl(record: dict) -> None:
     figure, axes = _panels(points.models, "N, tokens decoded")
     for axis, model in zip(axes, points.models, strict=True):
         for state, (colour, style, label) in STYLES.items():
-            source = longer if longer and (state, 16) in longer.states else points
+            long = longer and model in longer.models and (state, 16) in longer.states
+            source = longer if longer and long else points
             rows = [source.rows[model, state, 16, n] for n in source.at]
             axis.errorbar(
                 source.at,

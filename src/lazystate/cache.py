@@ -303,7 +303,7 @@ class StateCache:
             self._cursors.limit[slots] -= phase.to(self.device)
         self._cursors.empty[slots] = False
         for pool, state in zip(self._pools, states, strict=True):
-            exact = state.to(self.device, pool.spec.compute)
+            exact = state.to(self.device)
             pool.states.write(slots, exact, self._cursors.writes[slots])
             pool.view.store(slots, exact)
         self._cursors.writes[slots] += 1
