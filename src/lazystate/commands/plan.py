@@ -16,6 +16,8 @@ from rich.table import Table
 
 from lazystate.commands.options import MOST_WINDOW, Checkpoint, Json, View, usage_errors
 
+NO_KERNELS = "These states have no GPU kernels yet: the times are those of their bytes."
+
 
 def plan(
     model: Annotated[
@@ -119,9 +121,8 @@ def plan(
         return
     console = Console(highlight=False)
     console.print(_table(f"{shape.name}, batch {batch}", plans))
-    small = (checkpoint, view) != ("fp32", "none")
-    none = "These states have no GPU kernels yet: the times are those of their bytes."
-    console.print(none if small else f"Faster on one {gpu}: {choice}.")
+    exact = (checkpoint, view) == ("fp32", "none")
+    console.print(f"Faster on one {gpu}: {choice}." if exact else NO_KERNELS)
     console.print(f"[dim]Shape: {shape.source}.[/dim]")
 
 
