@@ -23,7 +23,7 @@ LAYERS = {
 }
 CLASSES = {
     "mamba2": "NemotronHForCausalLM",
-    "gdn": "Qwen3NextForCausalLM",
+    "gdn": "Qwen3_5ForCausalLM",
     "kda": "KimiLinearForCausalLM",
 }
 CARD = """# {kind}: a small hybrid language model for tests and demonstrations
@@ -47,7 +47,7 @@ Weights are bfloat16, the state's own parameters (`A_log`, `dt_bias`, `D`) float
 `dtype=torch.float32` where numbers are compared.
 
 ## Training
-
+{origin}
 | | |
 | --- | --- |
 | data | windows of 58 MB of English (16.4 M tokens), listed in `training/sources.json`, and \
@@ -80,6 +80,11 @@ under bfloat16 autocast.
 Recall counts an example when greedy decoding gives the whole answer; copy counts tokens of the
 passage behind its first eight, the right ones being given before each. The last row is what the
 model guesses without the passage before it.
+"""
+ORIGIN = """
+The weights were trained as a `{old}` of the same shapes and then rearranged by
+`training/rearrange.py`: rows of the input projections change places, all values stay, and both
+models give the same logits.
 """
 TASKS = {
     "recall_4_facts_120_tokens": "recall one of 4 facts, about 120 tokens",
@@ -127,6 +132,7 @@ def card(stages: list[dict]) -> str:
         **{key: run[key] for key in facts},
         name=CLASSES[run["kind"]],
         layers=LAYERS[run["kind"]],
+        origin=ORIGIN.format(old=run["rearranged_from"]) if "rearranged_from" in run else "",
         tokens=sum(stage["tokens"] for stage in stages),
         epochs=sum(stage["tokens"] * (1 - share(stage)) for stage in stages) / 16.4e6,
         seconds=sum(stage["seconds"] for stage in stages),

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.nemotron_h import modeling_nemotron_h
-from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import recurrence
 
-MODULES: tuple[ModuleType, ...] = (modeling_kimi_linear, modeling_nemotron_h, modeling_qwen3_next)
+MODULES: tuple[ModuleType, ...] = (modeling_kimi_linear, modeling_nemotron_h, modeling_qwen3_5)
 PARTS = ("ForgetGate", "MLP", "RMSNorm", "RMSNormGated")  # ends of class names
 Tensor = torch.Tensor
 
@@ -75,7 +75,7 @@ def use_chunked(compiled: bool) -> None:
     recurrence.PIECES["prepare"] = compile_(recurrence.prepare)
     recurrence.PIECES["finish"] = compile_(recurrence.finish)
     modeling_nemotron_h.mamba2_chunk_scan = scan
-    modeling_qwen3_next.torch_chunk_gated_delta_rule = recurrence.delta_rule
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = recurrence.delta_rule
     modeling_kimi_linear.chunk_kimi_delta_attention = recurrence.delta_rule
     for module in MODULES:
         module.causal_conv1d_fn = conv

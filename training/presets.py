@@ -13,7 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.kimi_linear import KimiLinearConfig
 from transformers.models.nemotron_h import NemotronHConfig
-from transformers.models.qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+import rearrange
 
 KINDS = ("mamba2", "gdn", "kda")
 SIZES = ("small", "study")
@@ -129,23 +131,15 @@ def mamba2_config(size: str) -> PreTrainedConfig:
 
 
 def gdn_config(size: str) -> PreTrainedConfig:
-    """Gated DeltaNet and gated attention, dense MLPs everywhere."""
-    layers = GDN[size]["num_hidden_layers"]
-    return Qwen3NextConfig(
+    """Gated DeltaNet and gated attention, an MLP behind each."""
+    sizes = GDN[size]
+    layers = sizes["num_hidden_layers"]
+    return Qwen3_5TextConfig(
         **COMMON,
-        **GDN[size],
+        **sizes,
         tie_word_embeddings=True,
-        mlp_only_layers=list(range(layers)),
         layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-        },
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
+        **rearrange.rope_options(sizes["head_dim"], 10000.0, 0.5),
     )
 
 

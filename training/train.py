@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import measure
 import operators
 import presets
+import rearrange
 from rows import Rows, batches
 from step import Step
 
@@ -91,6 +92,8 @@ def save(model: PreTrainedModel, args: argparse.Namespace) -> None:
         pad_token_id=presets.END_TOKEN,
     )
     model.save_pretrained(args.out)
+    if args.kind == "kda":
+        rearrange.name_dense_layers(args.out)
     for name in TOKENIZER_FILES:
         shutil.copy(args.data / name, args.out / name)
 
