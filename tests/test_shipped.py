@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 
 from lazystate import shipped
 from lazystate.commands.decoding import Decoded, Loaded, Method, decode, load
@@ -16,6 +17,11 @@ from lazystate.commands.recorder import Recorder
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("gdn", "kda", "mamba2")
+CLASSES = {
+    "gdn": "Qwen3_5ForCausalLM",
+    "kda": "KimiLinearForCausalLM",
+    "mamba2": "NemotronHForCausalLM",
+}
 MEGABYTE = 1_000_000
 
 
@@ -45,6 +51,25 @@ def test_models_are_small(name: str) -> None:
     """No weight file is above 8 MB."""
     for file in shipped.model_folder(name).glob("*.safetensors"):
         assert file.stat().st_size <= 8 * MEGABYTE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_engines_can_read_the_files(name: str) -> None:
+    """Classes that vLLM has, too, under the names it knows, and no contradiction about positions.
+
+    vLLM refuses a Qwen3-Next without experts, and looks for dense layers of Kimi Linear as `mlp`.
+    """
+    folder = shipped.model_folder(name)
+    config = json.loads((folder / "config.json").read_text("utf8"))
+    assert config["architectures"] == [CLASSES[name]]
+    rope = config.get("rope_parameters", {})
+    for key in ("rope_theta", "partial_rotary_factor"):
+        assert key not in config or config[key] == rope[key]
+    if name == "gdn":
+        rotary = config["head_dim"] * rope["partial_rotary_factor"]
+        assert sum(rope["mrope_section"]) == rotary // 2
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert not any("block_sparse_moe" in weight for weight in file.keys())  # noqa: SIM118
 
 
 def test_decoding_is_the_same_by_all_methods(loaded: Loaded) -> None:
