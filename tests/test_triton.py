@@ -195,3 +195,10 @@ def test_plain_step_is_the_recurrence(kind):
     assert error(out, expected) <= bound
     final = cache.materialize(slots(2, 0))[0]
     assert error(states[[4, 7]], final) <= bound
+
+
+@pytest.mark.parametrize("limits", [{"window": 65}, {"window": 20, "max_tokens": 17}])
+def test_longer_windows_and_steps_are_refused(limits):
+    """What the kernels are not made for is refused by name, with the limit."""
+    with pytest.raises(ValueError, match=r"(window|max_tokens) must be at most (64|16)"):
+        StateCache(spec_of("gdn"), 1, **limits, device=DEVICE, backend="triton")

@@ -68,7 +68,8 @@ class StateCache:
         fold: "raw" derives the corrections of delta-rule layers again from raw records, "cached"
             folds the rounded ones: fewer bytes, and a drift that docs/measured.md states.
         device: where all tensors live.
-        backend: "torch", "triton", or "auto" for Triton on a CUDA device and PyTorch elsewhere.
+        backend: "torch", "triton" (windows up to 64, up to 16 tokens a step), or "auto" for Triton
+            on a CUDA device and PyTorch elsewhere.
 
     Raises:
         ValueError: for a size or format out of range, naming the argument; for a backend that does
@@ -95,7 +96,7 @@ class StateCache:
         storage = checks.storage(self.specs, checkpoint, view, fold, rounding, seed)
         self.slots, self.window, self.max_tokens = slots, window, max_tokens
         self.device = torch.device(device)
-        self._backend = ops.backend(backend, self.device, storage)
+        self._backend = ops.backend(backend, self.device, storage, window, max_tokens)
         self._records = window + max_tokens
         self._open: Ticket | None = None
         self._cursors = ops.Cursors.allocate(slots, window, self.device)

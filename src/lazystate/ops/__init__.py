@@ -53,12 +53,14 @@ __all__ = [
 ]
 
 
-def backend(name: BackendName, device: torch.device, storage: Storage) -> Backend:
+def backend(
+    name: BackendName, device: torch.device, storage: Storage, window: int, max_tokens: int
+) -> Backend:
     """The backend of that name; "auto" is Triton on a CUDA device and PyTorch elsewhere.
 
     Raises:
-        ValueError: for another name, or if it does not do the storage. ImportError: if Triton is
-            asked for and not installed.
+        ValueError: for another name, or if it does not do the storage, so long a window or so many
+            tokens a step. ImportError: if Triton is asked for and not installed.
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
@@ -70,6 +72,13 @@ def backend(name: BackendName, device: torch.device, storage: Storage) -> Backen
             "rounding: take backend='torch', or checkpoint fp32 without a view (fp16 and bf16 with "
             "rounding='nearest')"
         )
+    if name == "triton":
+        for argument, value, most in (("window", window, 64), ("max_tokens", max_tokens, 16)):
+            if value > most:
+                raise ValueError(
+                    f"{argument} must be at most {most} for the backend triton, got {value}: take "
+                    "less, or backend='torch'"
+                )
     return cast(Backend, import_module(f"lazystate.ops.{name}"))
 
 

@@ -67,7 +67,8 @@ def patch(
         done.mixers.append(Mixer(module, adapter, len(done.mixers), module.forward, done))
     specs = done.specs(torch.float32)
     checks.sizes(specs, 1, window, max_tokens)
-    backend("auto", next(model.parameters()).device, checks.storage(specs, **storage))
+    device = next(model.parameters()).device
+    backend("auto", device, checks.storage(specs, **storage), window, max_tokens)
     for mixer in done.mixers:
         mixer.module.forward = mixer.forward  # pyright: ignore (a decorated method)
     for module in model.modules():
