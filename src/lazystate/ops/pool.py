@@ -108,9 +108,12 @@ class CastView:
 
 
 def _product(state: Tensor, vectors: Tensor) -> Tensor:
-    """[B, HV, V, K] times [B, X, K, n] -> [B, X, HV V / X, n]."""
-    keys, (heads, value_dim, key_dim) = vectors.shape[1], state.shape[1:]
-    return state.view(-1, keys, heads * value_dim // keys, key_dim) @ vectors
+    """[B, HV, V, K] times [B, X, K, n] -> [B, X, HV V / X, n], contiguous as both are."""
+    batch, keys, key_dim, wanted = vectors.shape
+    rows = state.shape[1] * state.shape[2] // keys  # of the heads that share a key head
+    shared = state.view(batch * keys, rows, key_dim)
+    out = torch.bmm(shared, vectors.view(batch * keys, key_dim, wanted))
+    return out.view(batch, keys, rows, wanted)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ def convolve(
     """
     assert pool.conv is not None
     past = pool.spec.conv_width - 1
-    positions = rows.conv_positions(past, pool.conv.shape[1])
+    positions, new = rows.conv_positions(past, pool.conv.shape[1])
     ring = pool.conv.flatten(0, 1)
-    ring.index_copy_(0, positions[:, past:].flatten(), x.flatten(0, 1))
+    ring.index_copy_(0, new, x.flatten(0, 1))
     inputs = ring.index_select(0, positions.flatten()).view(*positions.shape, x.shape[2])
     windows = inputs.unfold(1, past + 1, 1).to(pool.spec.compute)
     out = (windows * weight.to(windows.dtype)).sum(-1)
@@ -36,7 +36,7 @@ def history(pool: Pool, rows: Rows) -> Tensor:
     """The last width - 1 committed inputs, oldest first: [A, C, width - 1]."""
     assert pool.conv is not None
     past = pool.spec.conv_width - 1
-    positions = rows.conv_positions(past, pool.conv.shape[1])[:, :past]
+    positions = rows.conv_positions(past, pool.conv.shape[1])[0][:, :past]
     inputs = pool.conv.flatten(0, 1).index_select(0, positions.flatten())
     return inputs.view(*positions.shape, pool.spec.conv_channels).transpose(1, 2)
 
@@ -45,7 +45,7 @@ def remember(pool: Pool, rows: Rows, inputs: Tensor | None) -> None:
     """Make [A, C, width - 1] the last committed inputs; zeros if None."""
     assert pool.conv is not None
     past = pool.spec.conv_width - 1
-    positions = rows.conv_positions(past, pool.conv.shape[1])[:, :past].flatten()
+    positions = rows.conv_positions(past, pool.conv.shape[1])[0][:, :past].flatten()
     ring = pool.conv.flatten(0, 1)
     if inputs is None:
         ring.index_fill_(0, positions, 0)

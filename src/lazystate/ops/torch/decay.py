@@ -8,6 +8,7 @@ across it and exact weights on either side, where a difference of cumulatives wo
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,7 +22,7 @@ def suffix_sums(recent: Tensor) -> tuple[Tensor, Tensor]:
         ([B, n, ...] sum over the records newer than j, [B, ...] sum over all of them).
     """
     inclusive = recent.cumsum(1)
-    exclusive = torch.cat([torch.zeros_like(recent[:, :1]), inclusive[:, :-1]], 1)
+    exclusive = F.pad(inclusive, [0, 0] * (recent.dim() - 2) + [1, -1])  # a zero first, none last
     return exclusive, inclusive[:, -1]
 
 

@@ -46,18 +46,22 @@ class Rows:
     recent: Tensor
     missing: Tensor
     fresh: Tensor
-    _conv: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _conv: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def conv_positions(self, past: int, inputs: int) -> Tensor:
-        """Flat positions in a convolution ring, [A, past + T]: `past` committed inputs, then T.
+    def conv_positions(self, past: int, inputs: int) -> tuple[Tensor, Tensor]:
+        """Flat positions in a convolution ring: `past` committed inputs and T new ones of each row.
 
         Args:
             past: kernel size - 1. inputs: positions a slot has in that ring.
+
+        Returns:
+            (all of them [A, past + T], the new ones [A * T]).
         """
         if (past, inputs) not in self._conv:
             offsets = torch.arange(-past, self.tokens, device=self.slots.device)
             position = (self.seen.unsqueeze(1) + offsets) % inputs
-            self._conv[past, inputs] = self.slots.unsqueeze(1) * inputs + position
+            every = self.slots.unsqueeze(1) * inputs + position
+            self._conv[past, inputs] = every, every[:, past:].flatten()
         return self._conv[past, inputs]
 
 
@@ -83,7 +87,10 @@ def begin(
     if index is not None:
         slots = slots[index]
         lengths = None if lengths is None else lengths[index]
-    origin, filled, empty = cursors.origin[slots], cursors.filled[slots], cursors.empty[slots]
+    origin, filled, limit, empty, writes = (
+        cursor.index_select(0, slots)
+        for cursor in (cursors.origin, cursors.filled, cursors.limit, cursors.empty, cursors.writes)
+    )
     new = tokens if lengths is None else lengths
     base = (slots * records).unsqueeze(1)
     seen = origin + filled
@@ -98,10 +105,10 @@ def begin(
         lengths=lengths,
         seen=seen,
         filled=filled,
-        folding=(filled + new > cursors.limit[slots]).nonzero().squeeze(1),
+        folding=(filled + new > limit).nonzero().squeeze(1),
         empty=empty,
         any_empty=bool(empty.any()),
-        writes=cursors.writes[slots],
+        writes=writes,
         tokens=tokens,
         recent=recent.flatten(),
         missing=offsets[:window] >= filled.unsqueeze(1),

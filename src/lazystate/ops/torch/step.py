@@ -16,11 +16,13 @@ def gather(pool: Pool, index: Tensor, missing: Tensor, names: tuple[str, ...]) -
     Args:
         index: int64 [B * n], slot * R + position. missing: bool [B, n].
     """
-    out = []
+    out, compute = [], pool.spec.compute
+    masks = missing.unsqueeze(2), missing.view(*missing.shape, 1, 1)
     for name in names:
-        part = pool.ring.flat[name].index_select(0, index).to(pool.spec.compute)
+        part = pool.ring.flat[name].index_select(0, index)
+        part = part if part.dtype == compute else part.to(compute)
         part = part.view(*missing.shape, *part.shape[1:])
-        out.append(part.masked_fill_(missing.view(*missing.shape, *[1] * (part.dim() - 2)), 0))
+        out.append(part.masked_fill_(masks[part.dim() - 3], 0))
     return out
 
 
@@ -110,12 +112,11 @@ def within(keys: Tensor, vectors: Tensor, log_decay: Tensor, group: int) -> Tens
         keys: [B, T, H, K]. vectors: [B, T or 2T, H, K]. log_decay: [B, T, HV] or [B, T, HV, K].
 
     Returns:
-        [B, HV, T, T or 2T].
+        [B, HV, T, T or 2T]; of a single token its query's part alone, as no key is earlier.
     """
     tokens, parts = keys.shape[1], vectors.shape[1] // keys.shape[1]
     if tokens == 1:
-        scores = (keys * vectors).sum(-1)
-        scores[:, 1:] = 0
+        scores = (keys * vectors[:, :1]).sum(-1)
         return per_head(scores.transpose(1, 2), group, 1).unsqueeze(2)
     weights = segment_sums(log_decay).exp().repeat(1, 1, parts, *[1] * (log_decay.dim() - 2))
     if log_decay.dim() == 4:
@@ -138,7 +139,7 @@ def solve(residual: Tensor, scores: Tensor, beta: Tensor) -> Tensor:
     """
     strength = beta.transpose(1, 2).unsqueeze(2)
     right = residual * strength
-    if scores.shape[-1] == 1:
+    if right.shape[-1] == 1:
         return right
     system = scores * strength
     return torch.linalg.solve_triangular(system, right, upper=True, left=False, unitriangular=True)
