@@ -1,0 +1,1 @@
+"""SketchSSM: calibration statistics, basis, scores, allocation, the calibration file, the view."""

@@ -1,0 +1,155 @@
+"""The sketch of a layer's states as a read view: what a step multiplies instead of a checkpoint.
+
+SketchSSM reads U C q~, with q~ the query times every decay and erase since the checkpoint, and
+sums raw values. Putting the low-rank U C in the checkpoint's place gives the same numbers
+(docs/maths.md, Eq. 16), so the step needs nothing of its own: its corrections are computed against
+the view, as with a rounded copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lazystate.ops.torch.step import per_head, product
+from lazystate.sketch import maps
+from lazystate.sketch.traffic import MAPS, Map, view_bytes
+
+DENSE = 0  # the rank of a head that reads a copy of its whole state
+
+
+@dataclass(frozen=True)
+class SketchView:
+    """Sketches of all slots of one layer, a rank for each head; dense heads keep a copy instead.
+
+    Attributes:
+        omega: [HV, K, G], zero behind a head's rank. ranks: int64 [HV], `DENSE` for a dense head.
+        fixed: [HV, G, K], what stays the same for every request: Omega^T, or the offline map.
+        map, pivots, ridge: which coefficient map, and its P and lambda.
+        stored: by name, slot first: `sketch` [slots, HV, V, G]; of the pivot map `keep`
+            [.., HV, G], `mix` [.., HV, G, p], `keys` [.., HV, K, p]; of the exact map `map`
+            [.., HV, G, K]; with dense heads `copy` [slots, dense heads, V, K].
+    """
+
+    omega: Tensor
+    ranks: Tensor
+    fixed: Tensor
+    map: Map
+    pivots: int
+    ridge: float
+    stored: dict[str, Tensor]
+
+    @classmethod
+    def allocate(
+        cls,
+        omega: Tensor,
+        ranks: Tensor,
+        slots: int,
+        value_dim: int,
+        *,
+        map: Map = "pivot",
+        pivots: int = maps.PIVOTS,
+        ridge: float = maps.RIDGE,
+        metric: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> SketchView:
+        """Room for the sketches of `slots` states, on omega's device; nothing is initialised.
+
+        Args:
+            omega: [HV, K, G], compute dtype, orthonormal columns, leading first.
+            ranks: int [HV], 1 to G, or `DENSE`. value_dim: V.
+            map: "pivot", "exact" (ridge 0: minimum norm), or "offline", which needs metric.
+            metric: E0 [HV, K, K]. dtype: of all that is stored.
+
+        Raises:
+            ValueError: for an unknown map, ranks that do not fit omega, or a missing metric.
+        """
+        if map not in MAPS:
+            raise ValueError(f"map must be one of {', '.join(MAPS)}, got {map!r}")
+        if ranks.shape != omega.shape[:1]:
+            raise ValueError(f"ranks must be [{len(omega)}], one a head, got {list(ranks.shape)}")
+        ranks = ranks.to(omega.device, torch.int64)
+        omega = maps.padded(omega, ranks)
+        omega = omega[..., : max(int(ranks.max()), 1)].contiguous()
+        heads, key_dim, largest = omega.shape
+        fixed = omega.mT
+        if map == "offline":
+            if metric is None:
+                raise ValueError("map 'offline' needs metric, the calibrated mean of S^T S")
+            fixed = maps.offline_map(metric.to(omega), omega)
+        pivots = min(pivots, largest)
+        shapes: dict[str, tuple[int, ...]] = {"sketch": (heads, value_dim, largest)}
+        if map == "pivot":
+            shapes |= {"keep": (heads, largest), "mix": (heads, largest, pivots)}
+            shapes |= {"keys": (heads, key_dim, pivots)}
+        elif map == "exact":
+            shapes |= {"map": (heads, largest, key_dim)}
+        dense = int((ranks == DENSE).sum())
+        if dense:
+            shapes |= {"copy": (dense, value_dim, key_dim)}
+        stored = {
+            name: torch.empty(slots, *shape, dtype=dtype, device=omega.device)
+            for name, shape in shapes.items()
+        }
+        return cls(omega, ranks, fixed.contiguous(), map, pivots, ridge, stored)
+
+    def read(self, slots: Tensor | None, vectors: Tensor) -> Tensor:
+        """The product S x: slots [B], vectors [B, X, K, n] -> [B, X, rows, n], X dividing HV.
+
+        slots None: every slot of the pool, in order.
+        """
+        heads = len(self.omega)
+        x = per_head(vectors, heads // vectors.shape[1], 1)
+        part = {
+            name: (t if slots is None else t.index_select(0, slots)).to(x.dtype)
+            for name, t in self.stored.items()
+        }
+        if self.map == "exact":
+            coefficients = product(part["map"], x)
+        else:
+            coefficients = product(self.fixed.expand(len(x), -1, -1, -1), x)
+        if self.map == "pivot":
+            near = product(part["mix"], product(part["keys"].mT, x))
+            coefficients = part["keep"].unsqueeze(-1) * coefficients + near
+        out = product(part["sketch"], coefficients)
+        if "copy" in part:
+            dense = self.ranks == DENSE
+            out[:, dense] = product(part["copy"], x[:, dense])
+        return out.reshape(len(x), vectors.shape[1], -1, x.shape[-1])
+
+    def store(self, slots: Tensor, state: Tensor) -> None:
+        """Sketch the folded state [B, HV, V, K], compute dtype, into `slots` [B]."""
+        new = {"sketch": maps.sketch(state, self.omega)}
+        if self.map == "pivot":
+            factors = maps.pivot_map(state, self.omega, pivots=self.pivots, ridge=self.ridge)
+            new |= {"keep": factors.keep, "mix": factors.mix, "keys": factors.keys}
+        elif self.map == "exact":
+            new["map"] = maps.exact_map(state, self.omega, ridge=self.ridge)
+        if "copy" in self.stored:
+            new["copy"] = state[:, self.ranks == DENSE]
+        for name, part in new.items():
+            self.stored[name].index_copy_(0, slots, part.to(self.stored[name].dtype))
+
+    def bytes_read(self) -> int:
+        """Bytes of one slot that a read needs: each head's own rank, without the padding."""
+        value_dim, key_dim = self.stored["sketch"].shape[2], self.omega.shape[1]
+        size = self.stored["sketch"].element_size()
+        total = 0
+        for rank in self.ranks.tolist():
+            if rank == DENSE:
+                total += value_dim * key_dim * size
+            else:
+                total += view_bytes(
+                    key_dim, value_dim, rank, map=self.map, pivots=self.pivots, element=size
+                )
+        return total
+
+    def bytes_stored(self) -> int:
+        """Bytes that one row's fold writes for the view, besides the checkpoint."""
+        return self.bytes_read()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the view keeps, by name, slot first."""
+        return self.stored
