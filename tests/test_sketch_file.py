@@ -90,7 +90,7 @@ def test_opening_a_file_executes_nothing(tmp_path: Path) -> None:
             if dump is None:
                 torch.save(content, path)
             else:
-                path.write_bytes(dump(content))
+                path.write_bytes(dump(content, 2))
             with pytest.raises(ValueError, match=r"not a safetensors file|plain tensors"):
                 read(path)
             assert not mark.exists()
