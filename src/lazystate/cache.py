@@ -166,7 +166,6 @@ class StateCache:
         self._open = Ticket(slots, tokens, lengths, rows)
         return self._open
 
-    @torch.no_grad()
     def convolve(
         self,
         ticket: Ticket,
@@ -185,6 +184,9 @@ class StateCache:
         Returns:
             [B, T, C], dtype of x; zeros on padded rows and behind a row's length.
         """
+        if torch.is_grad_enabled():  # cheaper, where it is off anyway, than to enter it again
+            with torch.no_grad():
+                return self.convolve(ticket, layer, x, weight, bias, silu=silu)
         spec = self._layer(ticket, layer)
         if not spec.conv_channels:
             raise ValueError(f"layer {layer} has no convolution: its spec has conv_channels = 0")
@@ -197,7 +199,6 @@ class StateCache:
         ticket._convolved.add(layer)
         return self._backend.convolve(self._pools[layer], ticket._rows, x, weight, bias, silu)
 
-    @torch.no_grad()
     def step(
         self,
         ticket: Ticket,
@@ -226,6 +227,9 @@ class StateCache:
                 convolution that was not called.
             ValueError: for a shape or dtype that the layer's spec does not state.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.step(ticket, layer, q, k, v, log_decay, beta, skip)
         spec = self._layer(ticket, layer)
         if layer in ticket._stepped:
             raise StepError(f"layer {layer} has already stepped in this model step")
