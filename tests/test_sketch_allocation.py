@@ -43,7 +43,8 @@ def check(found: Allocation, scores: Tensor, costs: Tensor, budget: int) -> None
     assert found.bytes == int(costs[heads, found.choice].sum()) <= budget == found.budget
     assert found.objective == pytest.approx(float(scores[heads, found.choice].sum()))
     assert 0 <= found.gap <= 1
-    assert found.bound <= found.objective
+    priced = (scores + found.price * costs.double()).min(1).values.sum() - found.price * budget
+    assert found.bound == pytest.approx(min(float(priced), found.objective), rel=1e-12, abs=1e-12)
 
 
 @st.composite
@@ -89,6 +90,14 @@ def test_optimal_where_every_rank_helps_less_than_the_last(
     check(found, scores, costs, budget)
     assert found.objective == pytest.approx(optimum(scores, costs, budget))
     assert found.gap < 1e-9
+
+
+def test_the_certificate_has_fp64_digits() -> None:
+    """A price that is no FP32 number leaves no gap where the choice is the optimum."""
+    scores = torch.tensor([[7.0, 2, 1], [11, 6, 1]]).double()
+    found = solve(scores, torch.tensor([7, 14, 21]), 28)
+    assert found.objective == optimum(scores, torch.tensor([7, 14, 21]), 28)
+    assert found.gap < 1e-14
 
 
 def test_a_real_sized_problem() -> None:

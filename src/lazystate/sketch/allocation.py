@@ -195,9 +195,10 @@ def solve(scores: Tensor, costs: Tensor, budget: int) -> Allocation:
 
 def _priced(scores: Tensor, costs: Tensor, budget: int) -> tuple[Tensor, float, float]:
     """The best choice found that fits, and the best bound with its price."""
+    wide = costs.double()  # a float times integers would be FP32
 
     def at(price: float) -> tuple[Tensor, int, float, float]:
-        value, choice = (scores + price * costs).min(1)
+        value, choice = (scores + price * wide).min(1)
         picked = choice.unsqueeze(1)
         return (
             choice,
