@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lazystate.ops.triton.device import load_f32, wrapped
+from lazystate.ops.triton.device import load_f32
 
 
 @triton.jit
-def load_tile(base, at, there, K: tl.constexpr, KP: tl.constexpr):
+def load_tile(base, at, there, shape: tl.constexpr):
     """n rows of K elements in FP32 from base + at [n] -> [n, KP]; zeros where not there."""
-    column = tl.arange(0, KP)
-    mask = there[:, None] if K == KP else there[:, None] & (column < K)[None, :]
+    column = tl.arange(0, shape.KP)
+    mask = there[:, None] if shape.K == shape.KP else there[:, None] & (column < shape.K)[None, :]
     return load_f32(base + at[:, None] + column[None, :], mask)
 
 
@@ -48,55 +48,6 @@ def segments(token, newer):
     column = tl.arange(0, newer.shape[0])
     older = column[None, :] < token[:, None]
     return tl.cumsum(tl.where(older, newer[None, :], 0.0), 1, reverse=True)
-
-
-@triton.jit
-def channel_scores(
-    queries,
-    keys,
-    gates,
-    query_stride,
-    key_stride,
-    gate_stride,
-    first,
-    count,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    KEYS: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
-    """Products of a block's keys with its later keys and queries, decayed per channel in between.
-
-    A walk along the tokens: every key seen so far decays by one token's gates at a time, so that
-    nothing is divided and a reset stays exact. Token s lies at position first + s of a ring of R;
-    keys at keys + position * key_stride, log-decays and queries likewise.
-
-    KEYS, QUERIES: the first column of keys' and of queries' products, below 0 for none.
-
-    Returns:
-        [N, N], key s is a row and vector t a column; zero where s is newer, and for keys also where
-        it is the same.
-    """
-    KP: tl.constexpr = triton.next_power_of_2(K)
-    row = tl.arange(0, N)
-    column = tl.arange(0, KP)
-    seen = tl.zeros([N, KP], tl.float32)
-    out = tl.zeros([N, N], tl.float32)
-    for t in tl.range(0, count, num_stages=2):
-        at = wrapped(first + t, R)
-        key = load_f32(keys + at * key_stride + column, column < K)
-        gate = load_f32(gates + at * gate_stride + column, column < K)
-        seen *= tl.exp(gate)[None, :]
-        if KEYS >= 0:
-            scores = tl.sum(seen * key[None, :], 1)
-            out = tl.where(row[None, :] == t + KEYS, scores[:, None], out)
-        seen = tl.where(row[:, None] == t, key[None, :], seen)
-        if QUERIES >= 0:
-            query = load_f32(queries + at * query_stride + column, column < K)
-            scores = tl.sum(seen * query[None, :], 1)
-            out = tl.where(row[None, :] == t + QUERIES, scores[:, None], out)
-    return out
 
 
 @triton.jit

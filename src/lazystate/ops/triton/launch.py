@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lazystate.ops.pool import Pool
 from lazystate.ops.tables import tuned
+from lazystate.ops.triton.arguments import Tiling, inputs_of, pool_shape, ring_of
 from lazystate.ops.triton.cursors import Rows
-from lazystate.ops.triton.device import PIECE, shape_of
 from lazystate.ops.triton.step import step_kernel
 from lazystate.spec import LayerSpec
 
@@ -42,6 +42,20 @@ class Launch:
     fold_block_v: int = 0
     fold_tiles: int = 1
     fold_warps: int = 1
+
+    @property
+    def folding(self) -> Launch:
+        """The launch of its own for the rows that fold."""
+        return Launch(self.fold_block_v, self.fold_tiles, self.stages, self.fold_warps)
+
+    def tiling(self, value_dim: int) -> Tiling:
+        """What the kernel is compiled for."""
+        return Tiling(
+            BV=self.block_v,
+            TILES=self.tiles,
+            PER_HEAD=triton.cdiv(value_dim, self.block_v),
+            STAGES=self.stages,
+        )
 
 
 def default_launch(spec: LayerSpec, batch: int, tokens: int) -> Launch:
@@ -81,50 +95,34 @@ def step(
     Returns:
         [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length.
     """
-    spec, ring = pool.spec, pool.ring
+    spec = pool.spec
     if skip is not None and skip.dim() != 1:
         raise ValueError(f"skip must be [HV] for the Triton backend, got {list(skip.shape)}")
     batch, tokens = q.shape[:2]
     launch = launch or launch_of(pool, batch, tokens)
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
-    absent = ring.k
-    ring_v, ring_u, ring_b = (x if x is not None else absent for x in (ring.v, ring.u, ring.beta))
-    strength = log_decay if beta is None else beta
-    inputs = (q, k, v, log_decay, strength)
-    rings = (ring.k, ring_v, ring_u, ring.log_decay, ring_b)
-    records = ring.k.shape[1]
+    inputs, strides = inputs_of(q, k, v, log_decay, beta)
+    ring, ring_slot = ring_of(pool)
     fused = launch.fold_block_v == 0
-    folding = replace(
-        launch,
-        block_v=launch.fold_block_v,
-        tiles=launch.fold_tiles,
-        warps=launch.fold_warps,
-    )
-    for which, setting in ((2, launch),) if fused else ((1, folding), (0, launch)):
-        programs = spec.heads * triton.cdiv(spec.value_dim, setting.block_v) // setting.tiles
-        grid = batch * programs
+    for which, setting in ((2, launch),) if fused else ((1, launch.folding), (0, launch)):
+        tiling = setting.tiling(spec.value_dim)
+        grid = batch * spec.heads * triton.cdiv(spec.value_dim, setting.block_v) // setting.tiles
         step_kernel[(min(grid, FOLD_PROGRAMS) if which == 1 else grid,)](
             rows.meta,
             rows.order,
-            *inputs,
-            log_decay if skip is None else skip,
+            inputs,
+            strides,
+            skip,
             out,
             pool.checkpoint,
-            *rings,
-            *(stride for x in inputs for stride in x.stride()[:3]),
             pool.checkpoint.stride(0),
-            *(x.stride(0) for x in rings),
+            ring,
+            ring_slot,
             batch,
             T=tokens,
-            TILES=setting.tiles,
-            BV=setting.block_v,
-            STAGES=setting.stages,
-            BLOCKS=triton.cdiv(pool.window, PIECE),
-            R=records,
-            **shape_of(spec),
-            HAS_SKIP=skip is not None,
-            RAW=ring.v is not None,
             WHICH=which,
+            tiling=tiling,
+            shape=pool_shape(pool),
             num_warps=setting.warps,
             num_stages=1,
         )

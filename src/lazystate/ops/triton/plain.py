@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lazystate.ops.tables import setting
+from lazystate.ops.triton.arguments import inputs_of, shape_of
 from lazystate.ops.triton.device import (
     advance,
     dot_k,
     load_f32,
     load_row,
     load_rows,
-    shape_of,
     store_rows,
 )
 from lazystate.spec import LayerSpec
@@ -28,73 +28,51 @@ from lazystate.spec import LayerSpec
 def plain_kernel(
     source,
     target,
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
+    inputs,
+    strides,
     skip,
     out,
-    state_pool,
-    q_row,
-    q_token,
-    q_head,
-    k_row,
-    k_token,
-    k_head,
-    v_row,
-    v_token,
-    v_head,
-    g_row,
-    g_token,
-    g_head,
-    b_row,
-    b_token,
-    b_head,
+    states,
     state_slot,
     T: tl.constexpr,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    KC: tl.constexpr,
-    KI: tl.constexpr,
-    V: tl.constexpr,
     BV: tl.constexpr,
-    ERASE: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     SNAPSHOTS: tl.constexpr,
+    shape: tl.constexpr,
 ):
     """One tile of one value head through T tokens; target: int64 [B] or, with SNAPSHOTS, [B, T]."""
-    tiles: tl.constexpr = (V + BV - 1) // BV
+    tiles: tl.constexpr = (shape.V + BV - 1) // BV
     pid = tl.program_id(0)
     channel = pid % tiles * BV + tl.arange(0, BV)
-    head = (pid // tiles) % HV
-    row = (pid // (tiles * HV)).to(tl.int64)
-    key_head = head // GROUP
-    in_v = channel < V
+    head = (pid // tiles) % shape.HV
+    row = (pid // (tiles * shape.HV)).to(tl.int64)
+    key_head = head // shape.GROUP
+    in_v = channel < shape.V
     slot = tl.load(source + row)
-    at_tile = (head * V + channel) * K
-    state = load_rows(state_pool + slot * state_slot, at_tile, in_v & (slot >= 0), K, KC, KI)
+    at_tile = (head * shape.V + channel) * shape.K
+    state = load_rows(states + slot * state_slot, at_tile, in_v & (slot >= 0), shape)
+    query = inputs.q + row * strides.row.q + key_head * strides.head.q
+    key = inputs.k + row * strides.row.k + key_head * strides.head.k
+    value = inputs.v + row * strides.row.v + head * strides.head.v + channel
+    gate = inputs.log_decay + row * strides.row.log_decay + head * strides.head.log_decay
+    beta = inputs.beta + row * strides.row.beta + head * strides.head.beta
     for s in range(T):
-        qs = load_row(q + row * q_row + s * q_token + key_head * q_head, True, K, KC, KI)
-        ks = load_row(k + row * k_row + s * k_token + key_head * k_head, True, K, KC, KI)
-        vs = load_f32(v + row * v_row + s * v_token + head * v_head + channel, in_v)
-        gate = log_decay + row * g_row + s * g_token + head * g_head
-        g = load_row(gate, True, K, KC, KI) if CHANNEL else tl.load(gate)
+        qs = load_row(query + s * strides.token.q, True, shape)
+        ks = load_row(key + s * strides.token.k, True, shape)
+        vs = load_f32(value + s * strides.token.v, in_v)
+        at_gate = gate + s * strides.token.log_decay
+        g = load_row(at_gate, True, shape) if shape.CHANNEL else tl.load(at_gate)
         strength = 1.0
-        if HAS_BETA:
-            strength = tl.load(beta + row * b_row + s * b_token + head * b_head)
-        state = advance(state, ks, vs, g, strength, KC, ERASE, CHANNEL)
-        o = dot_k(state, qs, KC)
-        if HAS_SKIP:
+        if shape.BETA:
+            strength = tl.load(beta + s * strides.token.beta)
+        state = advance(state, ks, vs, g, strength, shape.ERASE, shape.CHANNEL)
+        o = dot_k(state, qs)
+        if skip is not None:
             o += vs * tl.load(skip + head).to(tl.float32)
-        at_out = ((row * T + s) * HV + head) * V + channel
+        at_out = ((row * T + s) * shape.HV + head) * shape.V + channel
         tl.store(out + at_out, tl.where(slot >= 0, o, 0.0), mask=in_v)
         if SNAPSHOTS or s == T - 1:
             to = tl.load(target + (row * T + s if SNAPSHOTS else row))
-            store_rows(state_pool + to * state_slot, at_tile, in_v & (to >= 0), state, K, KC, KI)
+            store_rows(states + to * state_slot, at_tile, in_v & (to >= 0), state, shape)
 
 
 def plain_step(
@@ -130,21 +108,20 @@ def plain_step(
     block_v = block_v or tuned.get("block_v", 8)
     warps = warps or tuned.get("warps", 1)
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
-    inputs = (q, k, v, log_decay, log_decay if beta is None else beta)
+    inputs, strides = inputs_of(q, k, v, log_decay, beta)
     plain_kernel[(batch * spec.heads * triton.cdiv(spec.value_dim, block_v),)](
         source,
         target,
-        *inputs,
-        log_decay if skip is None else skip,
+        inputs,
+        strides,
+        skip,
         out,
         states,
-        *(stride for x in inputs for stride in x.stride()[:3]),
         states.stride(0),
         T=tokens,
         BV=block_v,
-        **shape_of(spec),
-        HAS_SKIP=skip is not None,
         SNAPSHOTS=snapshots,
+        shape=shape_of(spec),
         num_warps=warps,
     )
     return out

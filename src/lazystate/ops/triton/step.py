@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lazystate.ops.triton.arguments import Inputs, Ring
 from lazystate.ops.triton.decode import decode
 from lazystate.ops.triton.fold import fold
 from lazystate.ops.triton.verify import verify
@@ -19,72 +20,26 @@ from lazystate.ops.triton.verify import verify
 def step_kernel(
     meta,
     order,
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
+    inputs,
+    strides,
     skip,
     out,
     checkpoint,
-    ring_k,
-    ring_v,
-    ring_u,
-    ring_g,
-    ring_b,
-    q_row,
-    q_token,
-    q_head,
-    k_row,
-    k_token,
-    k_head,
-    v_row,
-    v_token,
-    v_head,
-    g_row,
-    g_token,
-    g_head,
-    b_row,
-    b_token,
-    b_head,
-    state_slot,
-    ring_k_slot,
-    ring_v_slot,
-    ring_u_slot,
-    ring_g_slot,
-    ring_b_slot,
+    checkpoint_slot,
+    ring,
+    ring_slot,
     batch,
     T: tl.constexpr,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    KC: tl.constexpr,
-    KI: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    R: tl.constexpr,
-    ERASE: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    RAW: tl.constexpr,
     WHICH: tl.constexpr,
+    tiling: tl.constexpr,
+    shape: tl.constexpr,
 ):
     """One model step of one layer; WHICH rows: 0 those that do not fold, 1 those that do, 2 all.
 
-    meta: int64 [B, 8] and order: int32 [1 + B], see `Rows`. The other pointers are the arguments of
-    `Backend.step` and the ring's tensors; strides in elements, all behind a head dense.
+    meta: int64 [B, 8] and order: int32 [1 + B], see `Rows`. skip: [HV] or None. out: [B, T, HV, V].
+    checkpoint: [slots, HV, V, K]. The rest: see `arguments`.
     """
-    inputs = (q, k, v, log_decay, beta)
-    row_strides = (q_row, k_row, v_row, g_row, b_row)
-    token_strides = (q_token, k_token, v_token, g_token, b_token)
-    head_strides = (q_head, k_head, v_head, g_head, b_head)
-    ring = (ring_k, ring_v, ring_u, ring_g, ring_b)
-    slot_strides = (ring_k_slot, ring_v_slot, ring_u_slot, ring_g_slot, ring_b_slot)
-    programs: tl.constexpr = HV * ((V + BV - 1) // BV) // TILES  # of one row
+    programs: tl.constexpr = shape.HV * tiling.PER_HEAD // tiling.TILES  # of one row
     first = 0
     end = batch * programs
     if WHICH == 0:
@@ -98,33 +53,17 @@ def step_kernel(
             meta,
             order,
             inputs,
-            row_strides,
-            token_strides,
-            head_strides,
+            strides,
             skip,
             out,
             checkpoint,
-            state_slot,
+            checkpoint_slot,
             ring,
-            slot_strides,
+            ring_slot,
             T,
-            HV,
-            GROUP,
-            K,
-            KC,
-            KI,
-            V,
-            BV,
-            TILES,
-            STAGES,
-            BLOCKS,
-            R,
-            ERASE,
-            CHANNEL,
-            HAS_BETA,
-            HAS_SKIP,
-            RAW,
             WHICH,
+            tiling,
+            shape,
         )
 
 
@@ -134,96 +73,55 @@ def _row(
     meta,
     order,
     inputs,
-    row_strides,
-    token_strides,
-    head_strides,
+    strides,
     skip,
     out,
     checkpoint,
-    state_slot,
+    checkpoint_slot,
     ring,
-    slot_strides,
+    ring_slot,
     T: tl.constexpr,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    KC: tl.constexpr,
-    KI: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    R: tl.constexpr,
-    ERASE: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    RAW: tl.constexpr,
     WHICH: tl.constexpr,
+    tiling: tl.constexpr,
+    shape: tl.constexpr,
 ):
     """A few tiles of one row."""
-    H: tl.constexpr = HV // GROUP
-    per_head: tl.constexpr = (V + BV - 1) // BV
-    parts: tl.constexpr = GROUP * per_head // TILES
+    parts: tl.constexpr = shape.GROUP * tiling.PER_HEAD // tiling.TILES
     part = index % parts
-    key_head = (index // parts) % H
-    row = tl.load(order + 1 + index // (parts * H)).to(tl.int64)
+    key_head = (index // parts) % shape.H
+    row = tl.load(order + 1 + index // (parts * shape.H)).to(tl.int64)
     slot = tl.load(meta + row * 8)
     held = tl.load(meta + row * 8 + 1).to(tl.int32)
     length = tl.load(meta + row * 8 + 3).to(tl.int32)
     due = tl.load(meta + row * 8 + 4) != 0
     stored = tl.load(meta + row * 8 + 5) == 0
     start = tl.load(meta + row * 8 + 6).to(tl.int32)
-    out += row * T * HV * V
+    out += row * T * shape.VALUES
     if (slot < 0) | (length == 0):
-        _clear(out, part, key_head, T, HV, GROUP, V, BV, TILES)
+        _clear(out, part, key_head, T, tiling, shape)
     else:
-        state = checkpoint + slot * state_slot
-        ring = (
-            ring[0] + slot * slot_strides[0] + key_head * K,
-            ring[1] + slot * slot_strides[1],
-            ring[2] + slot * slot_strides[2],
-            ring[3] + slot * slot_strides[3],
-            ring[4] + slot * slot_strides[4],
+        state = checkpoint + slot * checkpoint_slot
+        ring = Ring(
+            ring.k + slot * ring_slot.k + key_head * shape.K,
+            ring.v + slot * ring_slot.v,
+            ring.u + slot * ring_slot.u,
+            ring.log_decay + slot * ring_slot.log_decay,
+            ring.beta + slot * ring_slot.beta,
         )
         used = held
         if WHICH != 0:
             if due:
-                fold(
-                    part,
-                    key_head,
-                    stored,
-                    start,
-                    held,
-                    state,
-                    ring,
-                    HV,
-                    GROUP,
-                    K,
-                    KC,
-                    KI,
-                    V,
-                    BV,
-                    TILES,
-                    STAGES,
-                    BLOCKS,
-                    R,
-                    ERASE,
-                    CHANNEL,
-                    HAS_BETA,
-                    RAW,
-                    16 if WHICH == 2 else BV,
-                )
+                largest: tl.constexpr = 16 if WHICH == 2 else tiling.BV
+                fold(part, key_head, stored, start, held, state, ring, largest, tiling, shape)
                 tl.debug_barrier()  # other lanes read what this one stored
             used = tl.where(due, 0, held)
             stored = stored | due
-        inputs = (
-            inputs[0] + row * row_strides[0] + key_head * head_strides[0],
-            inputs[1] + row * row_strides[1] + key_head * head_strides[1],
-            inputs[2] + row * row_strides[2],
-            inputs[3] + row * row_strides[3],
-            inputs[4] + row * row_strides[4],
+        inputs = Inputs(
+            inputs.q + row * strides.row.q + key_head * strides.head.q,
+            inputs.k + row * strides.row.k + key_head * strides.head.k,
+            inputs.v + row * strides.row.v,
+            inputs.log_decay + row * strides.row.log_decay,
+            inputs.beta + row * strides.row.beta,
         )
         if T == 1:
             decode(
@@ -233,27 +131,13 @@ def _row(
                 start,
                 used,
                 inputs,
-                head_strides,
+                strides.head,
                 skip,
                 out,
                 state,
                 ring,
-                HV,
-                GROUP,
-                K,
-                KC,
-                KI,
-                V,
-                BV,
-                TILES,
-                STAGES,
-                BLOCKS,
-                R,
-                ERASE,
-                CHANNEL,
-                HAS_BETA,
-                HAS_SKIP,
-                RAW,
+                tiling,
+                shape,
             )
         else:
             verify(
@@ -264,47 +148,24 @@ def _row(
                 length,
                 used,
                 inputs,
-                token_strides,
-                head_strides,
+                strides,
                 skip,
                 out,
                 state,
                 ring,
                 T,
-                HV,
-                GROUP,
-                K,
-                V,
-                BV,
-                TILES,
-                STAGES,
-                BLOCKS,
-                R,
-                ERASE,
-                CHANNEL,
-                HAS_BETA,
-                HAS_SKIP,
-                RAW,
+                tiling,
+                shape,
             )
 
 
 @triton.jit
-def _clear(
-    out,
-    part,
-    key_head,
-    T: tl.constexpr,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def _clear(out, part, key_head, T: tl.constexpr, tiling: tl.constexpr, shape: tl.constexpr):
     """Zero outputs of a padded row."""
-    per_head: tl.constexpr = (V + BV - 1) // BV
-    for i in range(TILES):
-        n = part * TILES + i
-        channel = n % per_head * BV + tl.arange(0, BV)
+    for i in range(tiling.TILES):
+        n = part * tiling.TILES + i
+        channel = n % tiling.PER_HEAD * tiling.BV + tl.arange(0, tiling.BV)
         for s in range(T):
-            at = (s * HV + key_head * GROUP + n // per_head) * V + channel
-            tl.store(out + at, tl.zeros([BV], out.dtype.element_ty), mask=channel < V)
+            at = (s * shape.HV + key_head * shape.GROUP + n // tiling.PER_HEAD) * shape.V + channel
+            nothing = tl.zeros([tiling.BV], out.dtype.element_ty)
+            tl.store(out + at, nothing, mask=channel < shape.V)
