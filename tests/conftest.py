@@ -8,8 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# The same programs each time: a run says something about the change that it follows. For others:
+# pytest --hypothesis-profile=default.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so before anything imports Triton.

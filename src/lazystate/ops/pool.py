@@ -7,8 +7,7 @@ belong to the request and are shared by all layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 import torch
@@ -108,12 +107,16 @@ class CastView:
 
 
 def _product(state: Tensor, vectors: Tensor) -> Tensor:
-    """[B, HV, V, K] times [B, X, K, n] -> [B, X, HV V / X, n], contiguous as both are."""
+    """[B, HV, V, K] times [B, X, K, n] -> [B, X, HV V / X, n].
+
+    Always as rows of contiguous vectors by rows of a contiguous state: BLAS is fastest so, and adds
+    in the same order for a row whatever the batch.
+    """
     batch, keys, key_dim, wanted = vectors.shape
     rows = state.shape[1] * state.shape[2] // keys  # of the heads that share a key head
     shared = state.view(batch * keys, rows, key_dim)
-    out = torch.bmm(shared, vectors.view(batch * keys, key_dim, wanted))
-    return out.view(batch, keys, rows, wanted)
+    out = torch.bmm(vectors.mT.contiguous().view(-1, wanted, key_dim), shared.mT)
+    return out.view(batch, keys, wanted, rows).mT
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,10 @@ class Ring:
 
     `v` is absent where a fold uses cached corrections, `u` where the layer does not erase, `beta`
     where the layer has none.
+
+    Attributes:
+        flat: the tensors that exist, by name, as [slots * R + 1, ...], the last a record of
+            nothing: zeros. Empty for a ring in somebody else's memory, which only Triton reads.
     """
 
     k: Tensor
@@ -151,15 +158,33 @@ class Ring:
     v: Tensor | None
     u: Tensor | None
     beta: Tensor | None
+    flat: dict[str, Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def flat(self) -> dict[str, Tensor]:
-        """The tensors that exist, by name, as [slots * R, ...]."""
-        return {name: tensor.flatten(0, 1) for name, tensor in self.tensors().items()}
+    @classmethod
+    def allocate(
+        cls, spec: LayerSpec, slots: int, records: int, raw: bool, device: torch.device
+    ) -> Ring:
+        """Nothing but the record of nothing is initialised. raw: keep what folds derive u from."""
+        parts = {
+            "k": (spec.activation, (spec.key_heads, spec.key_dim)),
+            "log_decay": (spec.compute, spec.decay_shape),
+            "v": (spec.activation, (spec.heads, spec.value_dim)) if raw else None,
+            "u": (spec.correction, (spec.heads, spec.value_dim)) if spec.erase else None,
+            "beta": (spec.compute, (spec.heads,)) if spec.beta and raw else None,
+        }
+        flat = {}
+        for name, part in parts.items():
+            if part is not None:
+                flat[name] = torch.empty(
+                    slots * records + 1, *part[1], dtype=part[0], device=device
+                )
+                flat[name][-1] = 0
+        shaped = {name: x[:-1].unflatten(0, (slots, records)) for name, x in flat.items()}
+        return cls(**{name: shaped.get(name) for name in parts}, flat=flat)  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that exist, by name."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = {name: getattr(self, name) for name in ("k", "log_decay", "v", "u", "beta")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -224,14 +249,8 @@ def allocate(
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(slots, *shape, dtype=dtype, device=device)
 
-    keeps_values = not spec.erase or storage.fold == "raw"
-    ring = Ring(
-        k=empty(spec.activation, records, spec.key_heads, spec.key_dim),
-        log_decay=empty(spec.compute, records, *spec.decay_shape),
-        v=empty(spec.activation, records, spec.heads, spec.value_dim) if keeps_values else None,
-        u=empty(spec.correction, records, spec.heads, spec.value_dim) if spec.erase else None,
-        beta=empty(spec.compute, records, spec.heads) if spec.beta and keeps_values else None,
-    )
+    raw = not spec.erase or storage.fold == "raw"
+    ring = Ring.allocate(spec, slots, records, raw, device)
     key = (storage.seed, layer) if storage.rounding == "stochastic" else None
     states = States.allocate(storage.checkpoint, slots, spec.state_shape, device, key)
     view = exact = FullView(states, spec.compute)

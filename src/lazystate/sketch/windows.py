@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lazystate.gates import Inputs
@@ -98,7 +99,7 @@ def _advance(spec: LayerSpec, part: Inputs, state: Tensor) -> tuple[Tensor, Tens
     elif part.beta is not None:
         u = u * part.beta.transpose(1, 2).unsqueeze(2)
     out = known[..., :tokens] + u @ scores[..., :tokens]
-    newer, total = suffix_sums(log_decay.flip(1))
+    newer, total = suffix_sums(F.pad(log_decay.flip(1), [0, 0] * (log_decay.dim() - 2) + [1, 0]))
     after = newer.flip(1).exp().view(*log_decay.shape[:3], -1).transpose(1, 2)
     keys = per_head(k.transpose(1, 2), spec.group, 1) * after
     state = state * total.exp().view(*total.shape[:2], 1, -1) + u @ keys

@@ -8,22 +8,20 @@ across it and exact weights on either side, where a difference of cumulatives wo
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
-def suffix_sums(recent: Tensor) -> tuple[Tensor, Tensor]:
+def suffix_sums(newer: Tensor) -> tuple[Tensor, Tensor]:
     """Log-decay after each committed record, and since the checkpoint.
 
     Args:
-        recent: [B, n, ...] log-decays, newest first, 0 where there is no record.
+        newer: [B, 1 + n, ...] zero, and then log-decays, newest first, 0 where there is no record.
 
     Returns:
         ([B, n, ...] sum over the records newer than j, [B, ...] sum over all of them).
     """
-    inclusive = recent.cumsum(1)
-    exclusive = F.pad(inclusive, [0, 0] * (recent.dim() - 2) + [1, -1])  # a zero first, none last
-    return exclusive, inclusive[:, -1]
+    sums = newer.cumsum(1)
+    return sums[:, :-1], sums[:, -1]
 
 
 def segment_sums(log_decay: Tensor) -> Tensor:

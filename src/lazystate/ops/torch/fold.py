@@ -36,14 +36,15 @@ def replay(pool: Pool, rows: Rows, which: Tensor) -> Tensor:
     spec, group = pool.spec, pool.spec.group
     state = pool.states.read(rows.slots[which]).to(spec.compute)
     state = state.masked_fill(rows.empty[which].view(-1, 1, 1, 1), 0)
-    missing = rows.missing[which].flip(1)
-    index = rows.recent.view_as(rows.missing)[which].flip(1).flatten()
+    newer = rows.newer[which]
+    after, total = suffix_sums(*gather(pool, newer, "log_decay"))
+    after = after.flip(1)
+    oldest = newer[:, 1:].flip(1)
     raw = pool.ring.v is not None
     names = ("k", "v" if raw else "u", "log_decay")
     names += ("beta",) if spec.beta and raw else ()
-    k, values, log_decay, *beta = gather(pool, index, missing, names)
-    after, total = suffix_sums(log_decay.flip(1))
-    after, u = after.flip(1), values.permute(0, 2, 3, 1)
+    k, values, log_decay, *beta = gather(pool, oldest, *names)
+    u = values.permute(0, 2, 3, 1)
     if spec.erase and raw:
         u = _corrections(spec.decay == "channel", group, state, k, u, log_decay, beta[0])
     elif beta:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lazystate.ops.backend import Census
@@ -26,8 +27,10 @@ class Rows:
         any_empty: bool(empty.any()).
         writes: int64 [A], checkpoints written before.
         tokens: T, the longest row of the step.
-        recent: int64 [A * window], flat ring positions of committed records, newest first.
-        missing: bool [A, window], which of them do not exist.
+        newer: int64 [A, window + 1], flat ring positions: of nothing, then of committed records,
+            newest first, and of nothing where there is none. So the log-decays there sum to those
+            after each record.
+        recent: int64 [A, window], the same without the first.
         fresh: int64 [A * T], flat ring positions of the step's own records.
     """
 
@@ -43,8 +46,8 @@ class Rows:
     any_empty: bool
     writes: Tensor
     tokens: int
+    newer: Tensor
     recent: Tensor
-    missing: Tensor
     fresh: Tensor
     _conv: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -96,6 +99,8 @@ def begin(
     seen = origin + filled
     offsets = torch.arange(max(window, tokens), device=slots.device)
     recent = base + (seen.unsqueeze(1) - 1 - offsets[:window]) % records
+    nothing = cursors.origin.numel() * records
+    recent = recent.masked_fill_(offsets[:window] >= filled.unsqueeze(1), nothing)
     fresh = base + (seen.unsqueeze(1) + offsets[:tokens]) % records
     return Rows(
         batch=active.numel(),
@@ -110,8 +115,8 @@ def begin(
         any_empty=bool(empty.any()),
         writes=writes,
         tokens=tokens,
-        recent=recent.flatten(),
-        missing=offsets[:window] >= filled.unsqueeze(1),
+        newer=F.pad(recent, (1, 0), value=nothing),
+        recent=recent,
         fresh=fresh.flatten(),
     )
 

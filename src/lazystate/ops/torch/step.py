@@ -10,19 +10,13 @@ from lazystate.ops.torch.decay import segment_sums, suffix_sums
 from lazystate.ops.torch.rows import Rows
 
 
-def gather(pool: Pool, index: Tensor, missing: Tensor, names: tuple[str, ...]) -> list[Tensor]:
-    """The named record parts at flat ring positions, zeros where they are missing.
-
-    Args:
-        index: int64 [B * n], slot * R + position. missing: bool [B, n].
-    """
-    out, compute = [], pool.spec.compute
-    masks = missing.unsqueeze(2), missing.view(*missing.shape, 1, 1)
+def gather(pool: Pool, index: Tensor, *names: str) -> list[Tensor]:
+    """The named record parts [B, n, ...] at flat ring positions int64 [B, n], compute dtype."""
+    out, compute, flat = [], pool.spec.compute, index.flatten()
     for name in names:
-        part = pool.ring.flat[name].index_select(0, index)
+        part = pool.ring.flat[name].index_select(0, flat)
         part = part if part.dtype == compute else part.to(compute)
-        part = part.view(*missing.shape, *part.shape[1:])
-        out.append(part.masked_fill_(masks[part.dim() - 3], 0))
+        out.append(part.view(*index.shape, *part.shape[1:]))
     return out
 
 
@@ -55,17 +49,16 @@ def step(
         prefix = torch.cat([prefix, prefix], 1) if spec.erase else prefix
     known = from_history(pool, rows, vectors, prefix)
     scores = within(wide_k, vectors, log_decay, spec.group)
+    u = wide_v.transpose(1, 2)
     if spec.erase:
         assert beta is not None
-        residual = wide_v.permute(0, 2, 3, 1) - known[..., tokens:]
-        u = solve(residual, scores[..., tokens:], beta)
-        known, scores = known[..., :tokens], scores[..., :tokens]
-    else:
-        u = wide_v.permute(0, 2, 3, 1)
-        u = u if beta is None else u * beta.transpose(1, 2).unsqueeze(2)
+        u = solve((u - known[:, :, tokens:]).mT, scores[..., tokens:], beta).mT
+        known, scores = known[:, :, :tokens], scores[..., :tokens]
+    elif beta is not None:
+        u = u * beta.transpose(1, 2).unsqueeze(3)
     append(pool, rows, k, v, u, log_decay, beta)
-    out = known + (u * scores if tokens == 1 else product(u, scores))
-    return out.permute(0, 3, 1, 2)
+    out = known + (u * scores if tokens == 1 else product(scores.mT, u))
+    return out.transpose(1, 2)
 
 
 def from_history(pool: Pool, rows: Rows, vectors: Tensor, prefix: Tensor) -> Tensor:
@@ -75,31 +68,29 @@ def from_history(pool: Pool, rows: Rows, vectors: Tensor, prefix: Tensor) -> Ten
         vectors: [B, n, H, K]. prefix: [B, n or 1, HV] or [B, n or 1, HV, K], log-decay up to each.
 
     Returns:
-        [B, HV, V, n].
+        [B, HV, n, V].
     """
     spec, wanted = pool.spec, vectors.shape[1]
     if wanted == spec.key_heads == 1:
         # BLAS sums a lone matrix-vector product otherwise than many: one row, and any, takes two.
         vectors = vectors.expand(-1, 2, -1, -1)
-    names = ("k", "u" if spec.erase else "v", "log_decay")
-    names += ("beta",) if spec.beta and not spec.erase else ()
-    keys, values, recent, *strength = gather(pool, rows.recent, rows.missing, names)
-    after, total = suffix_sums(recent)
-    x = vectors.permute(0, 2, 3, 1)
-    values = values.permute(0, 2, 3, 1)
+    names = ("k", "u") if spec.erase else ("k", "v", "beta") if spec.beta else ("k", "v")
+    keys, values, *strength = gather(pool, rows.recent, *names)
+    after, total = suffix_sums(*gather(pool, rows.newer, "log_decay"))
+    x, decay = vectors.transpose(1, 2), prefix.exp().transpose(1, 2)
     if spec.decay == "channel":
-        x = per_head(x, spec.group, 1) * prefix.exp().permute(0, 2, 3, 1)
+        x = per_head(x, spec.group, 1) * decay
         keys = per_head(keys, spec.group, 2) * after.exp()
-        scores = product(keys.transpose(1, 2), x)
-        read = _read(pool, rows, x * total.exp().unsqueeze(-1))
+        scores = inner(x, keys.transpose(1, 2))
+        read = _read(pool, rows, x * total.exp().unsqueeze(2))
     else:
-        decay = prefix.exp().transpose(1, 2)
-        scores = per_head(product(keys.transpose(1, 2), x), spec.group, 1)
-        scores = scores * after.exp().transpose(1, 2).unsqueeze(-1) * decay.unsqueeze(2)
-        read = _read(pool, rows, x) * (total.exp().unsqueeze(-1) * decay).unsqueeze(2)
+        decay = decay.unsqueeze(3)
+        scores = per_head(inner(x, keys.transpose(1, 2)), spec.group, 1)
+        scores = scores * (after.exp().transpose(1, 2).unsqueeze(2) * decay)
+        read = _read(pool, rows, x) * (total.exp()[..., None, None] * decay)
     if strength:
-        scores = scores * strength[0].transpose(1, 2).unsqueeze(-1)
-    return (read + product(values, scores))[..., :wanted]
+        scores = scores * strength[0].transpose(1, 2).unsqueeze(2)
+    return (read + product(scores, values.transpose(1, 2)))[:, :, :wanted]
 
 
 def within(keys: Tensor, vectors: Tensor, log_decay: Tensor, group: int) -> Tensor:
@@ -148,8 +139,8 @@ def solve(residual: Tensor, scores: Tensor, beta: Tensor) -> Tensor:
 def append(
     pool: Pool, rows: Rows, k: Tensor, v: Tensor, u: Tensor, log_decay: Tensor, beta: Tensor | None
 ) -> None:
-    """Write the step's records; u is [B, HV, V, T], the rest as in `step`."""
-    parts = {"k": k, "v": v, "u": u.permute(0, 3, 1, 2), "log_decay": log_decay, "beta": beta}
+    """Write the step's records; u is [B, HV, T, V], the rest as in `step`."""
+    parts = {"k": k, "v": v, "u": u.transpose(1, 2), "log_decay": log_decay, "beta": beta}
     for name, ring in pool.ring.flat.items():
         part = parts[name]
         assert part is not None
@@ -157,15 +148,16 @@ def append(
 
 
 def _read(pool: Pool, rows: Rows, vectors: Tensor) -> Tensor:
-    """View times [B, H or HV, K, n] -> [B, HV, V, n]; on folding rows the checkpoint's product."""
-    shape = pool.spec.heads, pool.spec.value_dim, vectors.shape[-1]
+    """Products [B, HV, n, V] of the view with [B, H or HV, n, K]; folding rows': the checkpoint."""
     slots = None if rows.all_slots else rows.slots
-    vectors = vectors.contiguous()
+    vectors = vectors.contiguous().mT
     read = pool.view.read(slots, vectors)
     if rows.folding.numel() and pool.view is not pool.exact:
         due = rows.folding
         read[due] = pool.exact.read(rows.slots[due], vectors[due])
-    read = read.view(-1, *shape)
+    read = read.mT
+    if (sharing := pool.spec.heads // read.shape[1]) > 1:  # heads in a row
+        read = read.unflatten(3, (sharing, -1)).transpose(2, 3).flatten(1, 2)
     if rows.any_empty:
         read = read.masked_fill(rows.empty.view(-1, 1, 1, 1), 0)
     return read
@@ -179,6 +171,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """
     out = torch.bmm(a.contiguous().view(-1, *a.shape[-2:]), b.contiguous().view(-1, *b.shape[-2:]))
     return out.view(*a.shape[:-1], b.shape[-1])
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Products of the rows of a [..., n, K] with those of b [..., m, K]: a @ b.mT, as `product`."""
+    left, right = (x.contiguous().view(-1, *x.shape[-2:]) for x in (a, b))
+    return torch.bmm(left, right.mT).view(*a.shape[:-1], b.shape[-2])
 
 
 def per_head(x: Tensor, group: int, dim: int) -> Tensor:
