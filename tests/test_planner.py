@@ -192,7 +192,7 @@ def test_a_smaller_view_is_read_between_folds():
     """A view of no bytes leaves the folds and the records."""
     spec = preset("Nemotron-3-Super-120B").layer
     full = planner.traffic(spec, "replay", window=16)
-    none = planner.traffic(spec, "replay", window=16, view_bytes=0)
+    none = planner.traffic(spec, "replay", window=16, view=planner.Viewed("nothing", 0, 0))
     state = 4 * planner.state_elements(spec)
     assert full.read - none.read == pytest.approx(15 / 16 * state)
 

@@ -149,12 +149,17 @@ def test_missing_and_cut_files(tmp_path: Path) -> None:
 def test_another_model_is_refused() -> None:
     """Everything that differs is named; the right model passes."""
     calibration = sample()
-    calibration.check("tiny", [0, 2], SPEC)
+    calibration.check([0, 2], SPEC)
+    calibration.check([0, 2], SPEC, "abc")
     other = replace(SPEC, heads=8, key_heads=8, value_dim=6)
-    with pytest.raises(ValueError, match=r"model tiny and not big; recurrent layers \[0, 2\] and "):
-        calibration.check("big", [0, 1], SPEC)
+    with pytest.raises(ValueError, match=r"\(tiny\): it has recurrent layers \[0, 2\] and not"):
+        calibration.check([0, 1], SPEC)
     with pytest.raises(ValueError, match="heads 4 and not 8; value_dim 12 and not 6"):
-        calibration.check("tiny", [0, 2], other)
+        calibration.check([0, 2], other)
+    with pytest.raises(ValueError, match="weights abc and not def"):
+        replace(calibration, origin=replace(calibration.origin, weights="abc")).check(
+            [0, 2], SPEC, "def"
+        )
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -215,9 +220,9 @@ def test_public_file_has_its_origin() -> None:
     assert (found.heads, found.key_dim, origin.value_dim, found.largest_rank) == (4, 16, 16, 8)
     assert origin.notes["family"] == "gdn"
     spec = layer("gdn", key_dim=16, value_dim=16)
-    found.check("tiny", [1, 3], spec)
+    found.check([1, 3], spec, "abc")
     with pytest.raises(ValueError, match="another model"):
-        found.check("tiny", [0, 1], spec)
+        found.check([0, 1], spec)
 
 
 def test_public_basis_spans_the_same(trace: dict[str, Tensor]) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lazystate import checks, ops
 from lazystate.formats import Rounding
+from lazystate.sketch.view import Sketch
 from lazystate.spec import LayerSpec
 
 
@@ -59,8 +60,9 @@ class StateCache:
         checkpoint: format of the state after a fold: "fp32", "fp16", "bf16", "fp8" or "nvfp4"
             (`lazystate.formats`), or a dtype.
         view: format of a second copy, which steps that do not fold read in place of the checkpoint:
-            one of these, "int8", "int4" or "int2". Rounded to nearest; its error does not
-            accumulate, since folds start from the checkpoint. None: no copy.
+            one of these, "int8", "int4" or "int2", rounded to nearest; or a
+            `lazystate.sketch.Sketch` of the layers. Its error does not accumulate, since folds
+            start from the checkpoint. None: no copy.
         rounding: into a checkpoint narrower than FP32: "stochastic", without a bias that would add
             up from fold to fold, or "nearest".
         seed: of stochastic rounding, 0 to 2^32 - 1. A program gives the same bits again; what is
@@ -84,7 +86,7 @@ class StateCache:
         window: int = 16,
         max_tokens: int = 1,
         checkpoint: str | torch.dtype = torch.float32,
-        view: str | torch.dtype | None = None,
+        view: str | torch.dtype | Sketch | None = None,
         rounding: Rounding = "stochastic",
         seed: int = 0,
         fold: ops.Fold = "raw",

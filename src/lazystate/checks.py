@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lazystate.formats import CHECKPOINTS, VIEWS, named
 from lazystate.ops import Storage
+from lazystate.sketch.view import Sketch
 from lazystate.spec import LayerSpec
 
 INTEGERS = (torch.int32, torch.int64)
@@ -47,7 +48,11 @@ def storage(
 ) -> Storage:
     """The constructor's choice of how states are stored."""
     form = named("checkpoint", checkpoint, CHECKPOINTS)
-    copy = None if view is None else named("view", view, VIEWS)
+    copy = view
+    if isinstance(view, Sketch):
+        view.check(specs)
+    elif view is not None:
+        copy = named("view", view, VIEWS)
     if fold not in ("raw", "cached"):
         raise ValueError(f"fold must be 'raw' or 'cached', got {fold!r}")
     if rounding not in ("stochastic", "nearest"):

@@ -15,6 +15,7 @@ import torch
 
 from lazystate.formats import CHECKPOINTS, VIEWS, named
 from lazystate.presets import ModelShape
+from lazystate.sketch.traffic import view_bytes
 from lazystate.spec import LayerSpec
 
 Method = Literal["plain", "snapshot", "replay"]
@@ -98,20 +99,51 @@ def state_elements(layer: LayerSpec) -> int:
 
 
 @dataclass(frozen=True)
+class Viewed:
+    """A view of one layer's state that is no format.
+
+    Attributes:
+        name: what it is called. read: bytes of a request that a step reads, and a fold writes.
+        memory: bytes that a request's view takes.
+    """
+
+    name: str
+    read: int
+    memory: int
+
+
+def sketched(layer: LayerSpec, mean_rank: float) -> Viewed:
+    """Sketches of a mean rank, stored as their own ranks are (docs/maths.md, Eq. 27).
+
+    Between whole ranks the bytes are in proportion.
+
+    Raises:
+        ValueError: for a mean rank below 1 or above K.
+    """
+    if not 1 <= mean_rank <= layer.key_dim:
+        raise ValueError(f"mean_rank must be 1 to {layer.key_dim}, got {mean_rank}")
+    below = int(mean_rank)
+    low, high = (view_bytes(layer.key_dim, layer.value_dim, rank) for rank in (below, below + 1))
+    read = int(layer.heads * (low + (mean_rank - below) * (high - low)))
+    return Viewed("sketch", read, read)
+
+
+@dataclass(frozen=True)
 class Stored:
     """Bytes of one request's state in one layer, by what touches them.
 
     Attributes:
         checkpoint: read and written by a fold. read: by a step that does not fold.
-        copy: of a view that is kept besides the checkpoint; a fold writes it.
+        copy: of a view that is kept besides the checkpoint; a fold writes it. memory: it takes.
     """
 
     checkpoint: int
     read: int
     copy: int
+    memory: int
 
     @classmethod
-    def of(cls, layer: LayerSpec, checkpoint: Stores, view: Stores | None) -> Stored:
+    def of(cls, layer: LayerSpec, checkpoint: Stores, view: Stores | Viewed | None) -> Stored:
         """From the formats' names or dtypes; view None: steps read the checkpoint."""
 
         def nbytes(form) -> int:
@@ -119,9 +151,11 @@ class Stored:
 
         state = nbytes(named("checkpoint", checkpoint, CHECKPOINTS))
         if view is None:
-            return cls(state, state, 0)
+            return cls(state, state, 0, 0)
+        if isinstance(view, Viewed):
+            return cls(state, view.read, view.read, view.memory)
         copy = nbytes(named("view", view, VIEWS))
-        return cls(state, copy, copy)
+        return cls(state, copy, copy, copy)
 
 
 @dataclass(frozen=True)
@@ -171,16 +205,15 @@ def traffic(
     tokens: int = 1,
     kept: float = 1.0,
     checkpoint: Stores = torch.float32,
-    view: Stores | None = None,
+    view: Stores | Viewed | None = None,
     fold: str = "raw",
-    view_bytes: int | None = None,
 ) -> Moved:
     """State and record bytes for a committed token, in the long run.
 
     Args:
         tokens: T of a step. kept: mean tokens of a step that are committed, 1 to T.
-        checkpoint, view: formats, of replay; the other methods keep states as the checkpoint.
-        view_bytes: what a step that does not fold reads, where that is no view of a format.
+        checkpoint, view: formats, or another view's bytes, of replay; the other methods keep
+            states as the checkpoint.
 
     Raises:
         ValueError: for tokens above the window, kept outside 1..tokens, or an unknown format.
@@ -194,8 +227,7 @@ def traffic(
         return Moved(state / kept, tokens * state / kept)
     record = Record.of(layer, fold)
     steps, folds, held, folded = _cycles(window, tokens, kept)
-    step = stored.read if view_bytes is None else view_bytes
-    read = (steps - folds) * step + folds * state + held * record.read + folded * record.raw
+    read = (steps - folds) * stored.read + folds * state + held * record.read + folded * record.raw
     written = folds * (state + stored.copy) + steps * tokens * record.total
     return Moved(read / (steps * kept), written / (steps * kept))
 
@@ -225,7 +257,7 @@ def best_window(
     tokens: int = 1,
     kept: float = 1.0,
     checkpoint: Stores = torch.float32,
-    view: Stores | None = None,
+    view: Stores | Viewed | None = None,
     fold: str = "raw",
     largest: int = 64,
 ) -> int:
@@ -256,7 +288,7 @@ def slot_bytes(
     window: int = 16,
     tokens: int = 1,
     checkpoint: Stores = torch.float32,
-    view: Stores | None = None,
+    view: Stores | Viewed | None = None,
     fold: str = "raw",
 ) -> int:
     """Memory of one request in one layer: states or checkpoint and view, ring, conv inputs."""
@@ -269,7 +301,7 @@ def slot_bytes(
     conv = past + tokens * conv_input
     if method == "snapshot":
         return (1 + tokens) * state + conv
-    return state + stored.copy + (window + tokens) * Record.of(layer, fold).total + conv
+    return state + stored.memory + (window + tokens) * Record.of(layer, fold).total + conv
 
 
 @dataclass(frozen=True)
@@ -317,7 +349,7 @@ def plan(
     tokens: int = 1,
     kept: float = 1.0,
     checkpoint: Stores = torch.float32,
-    view: Stores | None = None,
+    view: Stores | Viewed | None = None,
     free_bytes: int | None = None,
     context: int = 0,
 ) -> Plan:
@@ -341,7 +373,7 @@ def plan(
     return Plan(
         method=method,
         checkpoint=named("checkpoint", checkpoint, CHECKPOINTS).name,
-        view="full" if view is None else named("view", view, VIEWS).name,
+        view=_name(view),
         window=window if method == "replay" else None,
         tokens=tokens,
         state_bytes_per_token=layers * moved.total,
@@ -349,6 +381,13 @@ def plan(
         request_bytes=memory,
         max_batch=None if free_bytes is None else largest_batch(memory + kv, free_bytes),
     )
+
+
+def _name(view: Stores | Viewed | None) -> str:
+    """What `Plan` calls a view."""
+    if view is None:
+        return "full"
+    return view.name if isinstance(view, Viewed) else named("view", view, VIEWS).name
 
 
 def step_us(read: float, written: float, read_gbs: float, copy_gbs: float) -> float:

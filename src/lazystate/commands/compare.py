@@ -16,10 +16,12 @@ from rich.table import Table
 
 from lazystate import shipped
 from lazystate.commands.options import (
+    CalibrationFile,
     Checkpoint,
     Device,
     DraftTokens,
     Json,
+    MeanRank,
     View,
     Window,
     usage_errors,
@@ -48,6 +50,8 @@ def compare(
     draft_tokens: DraftTokens = 4,
     checkpoint: Checkpoint = "fp32",
     view: View = "none",
+    mean_rank: MeanRank = 8,
+    calibration: CalibrationFile = None,
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed runs of each method; the median is shown.")
     ] = 3,
@@ -75,6 +79,7 @@ def compare(
     lazystate compare
     lazystate compare gdn --book moby-dick --tokens 512 --window 32
     lazystate compare gdn --checkpoint fp16 --view nvfp4
+    lazystate compare gdn --view sketch --mean-rank 8 --window 32
     lazystate compare ./my-model --draft-tokens 7
     lazystate compare --json > compare.json
     ```
@@ -85,14 +90,14 @@ def compare(
     from lazystate.commands.decoding import Method
 
     with usage_errors():
-        copy = None if view == "none" else view
-        replay = Method(window, 0, checkpoint, copy)
+        states = checkpoint, None if view == "none" else view, mean_rank, calibration
+        replay = Method(window, 0, *states)
         results, samples = _measure(
             models or shipped.models(),
             _page(book, offset, prompt_tokens),
             prompt_tokens,
             tokens,
-            [Method(), replay, Method(window, draft_tokens, checkpoint, copy)],
+            [Method(), replay, Method(window, draft_tokens, *states)],
             repeats,
             device,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,10 @@ from lazystate import planner, shipped
 from lazystate.commands.recorder import Recorder
 from lazystate.engines.transformers import count_plain_state_bytes, patched
 from lazystate.engines.transformers.adapters import ADAPTERS
+from lazystate.engines.transformers.observing import gates_fingerprint, recurrent_modules
 from lazystate.ops import Traffic, count_traffic
+from lazystate.sketch.files import open_calibration
+from lazystate.sketch.view import Sketch
 from lazystate.spec import LayerSpec
 
 DTypeName = Literal["float32", "bfloat16"]
@@ -37,7 +41,9 @@ class Method:
         window: L of replay, or None for plain: stock transformers, which rewrites the state with
             every token.
         draft_tokens: most tokens that prompt lookup proposes a step, 0 for no drafts.
-        checkpoint: format of replay's states. view: of the copy that most steps read; None: none.
+        checkpoint: format of replay's states. view: of the copy that most steps read, or "sketch";
+            None: none.
+        mean_rank: of a sketch. calibration: its file, None for the shipped model's own.
 
     Raises:
         ValueError: for drafts or formats without replay, or more drafts than a window holds.
@@ -47,6 +53,8 @@ class Method:
     draft_tokens: int = 0
     checkpoint: str = "fp32"
     view: str | None = None
+    mean_rank: float = 8
+    calibration: Path | None = None
 
     def __post_init__(self) -> None:
         if self.window is None and not self.exact:
@@ -89,6 +97,31 @@ class Loaded:
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    _sketches: dict[Method, Sketch] = field(default_factory=dict)
+
+    def view(self, method: Method) -> str | Sketch | None:
+        """What `StateCache` takes as its view.
+
+        Raises:
+            ValueError: if there is no calibration of this model, or not of that rank.
+        """
+        if method.view != "sketch":
+            return method.view
+        if method not in self._sketches:
+            self._sketches[method] = self._sketch(method)
+        return self._sketches[method]
+
+    def _sketch(self, method: Method) -> Sketch:
+        file = method.calibration or self.name
+        if method.calibration is None and self.name not in shipped.models():
+            raise ValueError(
+                f"view sketch needs --calibration, got none for {self.name}: make it with "
+                "lazystate calibrate"
+            )
+        calibration = open_calibration(file)
+        layers = [module.layer_idx for module in recurrent_modules(self.model)]
+        calibration.check(layers, self.specs[0], gates_fingerprint(self.model))
+        return calibration.sketch(method.mean_rank)
 
     @property
     def specs(self) -> list[LayerSpec]:
@@ -122,7 +155,7 @@ class Loaded:
         return moved / kept
 
     def _step_bytes(self, method: Method, tokens: int, kept: float) -> float:
-        kept, window = min(kept, tokens), method.window or 1
+        kept, window, view = min(kept, tokens), method.window or 1, self.view(method)
         return kept * sum(
             planner.traffic(
                 spec,
@@ -131,9 +164,9 @@ class Loaded:
                 tokens=tokens,
                 kept=kept,
                 checkpoint=method.checkpoint,
-                view=method.view,
+                view=view.planned(layer, spec) if isinstance(view, Sketch) else view,
             ).total
-            for spec in self.specs
+            for layer, spec in enumerate(self.specs)
         )
 
     def printer(self) -> TextStreamer:
@@ -203,7 +236,7 @@ def decode(
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
     drafts = {"prompt_lookup_num_tokens": method.draft_tokens} if method.draft_tokens else {}
     model: Any = loaded.model  # `generate` comes from a mixin that the base class does not show
-    with _engine(model, method), recorder.watching(model), torch.inference_mode():
+    with _engine(loaded, method), recorder.watching(model), torch.inference_mode():
         out = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -217,14 +250,14 @@ def decode(
     return Decoded(out.sequences[0, prompt.shape[1] :], logits)
 
 
-def _engine(model: PreTrainedModel, method: Method) -> AbstractContextManager:
+def _engine(loaded: Loaded, method: Method) -> AbstractContextManager:
     """Replay patched in for the length of a `with` block, or nothing for plain."""
     if method.window is None:
         return nullcontext()
     return patched(
-        model,
+        loaded.model,
         window=method.window,
         max_tokens=method.draft_tokens + 1,
         checkpoint=method.checkpoint,
-        view=method.view,
+        view=loaded.view(method),
     )

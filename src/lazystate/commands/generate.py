@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 
 from lazystate.commands.options import (
+    CalibrationFile,
     Checkpoint,
     Device,
     DraftTokens,
+    MeanRank,
     View,
     Window,
     usage_errors,
@@ -41,6 +43,8 @@ def generate(
     draft_tokens: DraftTokens = 4,
     checkpoint: Checkpoint = "fp32",
     view: View = "none",
+    mean_rank: MeanRank = 8,
+    calibration: CalibrationFile = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Number format of the model.")
     ] = "float32",
@@ -62,6 +66,7 @@ def generate(
     lazystate generate gdn --prompt "It was a dark night, and"
     lazystate generate mamba2 --file chapter.txt --draft prompt-lookup
     lazystate generate gdn --prompt "Once" --checkpoint fp16 --view nvfp4
+    lazystate generate gdn --prompt "Once" --view sketch --mean-rank 8 --window 32
     cat chapter.txt | lazystate generate kda --method plain
     lazystate generate ./my-model --prompt "Once" --temperature 0.8 --seed 3 --dtype bfloat16
     ```
@@ -75,6 +80,8 @@ def generate(
             draft_tokens if draft != "none" else 0,
             checkpoint,
             None if view == "none" else view,
+            mean_rank,
+            calibration,
         )
         text = _prompt(prompt, file)
         loaded = decoding.load(model, dtype, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -26,8 +27,23 @@ Checkpoint = Annotated[
     typer.Option(help="Format of the state that is carried on, rounded stochastically."),
 ]
 View = Annotated[
-    Literal["none", "fp32", "fp16", "bf16", "fp8", "nvfp4", "int8", "int4", "int2"],
-    typer.Option(help="Format of a copy of the state, which most steps read; none: no copy."),
+    Literal["none", "fp32", "fp16", "bf16", "fp8", "nvfp4", "int8", "int4", "int2", "sketch"],
+    typer.Option(
+        help="What most steps read instead of the state: a copy in this format, or a calibrated "
+        "low-rank sketch; none: the state itself."
+    ),
+]
+MeanRank = Annotated[
+    float, typer.Option(min=1, help="Mean rank of --view sketch; heads get their own.")
+]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        exists=True,
+        dir_okay=False,
+        help="Of --view sketch, from lazystate calibrate; shipped models have their own.",
+    ),
 ]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON list, and no table.")]

@@ -14,7 +14,14 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from lazystate.commands.options import MOST_WINDOW, Checkpoint, Json, View, usage_errors
+from lazystate.commands.options import (
+    MOST_WINDOW,
+    Checkpoint,
+    Json,
+    MeanRank,
+    View,
+    usage_errors,
+)
 
 NO_KERNELS = "These states have no GPU kernels yet: the times are those of their bytes."
 
@@ -38,6 +45,7 @@ def plan(
     ] = None,
     checkpoint: Checkpoint = "fp32",
     view: View = "none",
+    mean_rank: MeanRank = 8,
     bandwidth: Annotated[
         float, typer.Option(min=1, help="GB/s that a plain read reaches.")
     ] = 4600.0,
@@ -71,6 +79,7 @@ def plan(
     lazystate plan Nemotron-3-Super-120B --batch 256 --weights 80
     lazystate plan Qwen3.5-4B --tokens 4 --acceptance 3.2
     lazystate plan Qwen3.5-4B --checkpoint fp16 --view nvfp4
+    lazystate plan Nemotron-3-Super-120B --view sketch --mean-rank 8
     lazystate plan ./my-model/config.json --method replay --window 16 --json
     ```
     """
@@ -90,6 +99,9 @@ def plan(
                 raise ValueError(f"{name} must be a finite number, got {given}")
         shape = shape_from_config(model) if Path(model).exists() else _preset(model)
         wanted = _methods(method, tokens)
+        read = None if view == "none" else view
+        if view == "sketch":
+            read = planner.sketched(shape.layer, mean_rank)
         plans = [
             planner.plan(
                 shape,
@@ -101,7 +113,7 @@ def plan(
                 tokens=tokens if each != "plain" else 1,
                 kept=kept if each != "plain" else 1.0,
                 checkpoint=checkpoint if each == "replay" else "fp32",
-                view=view if each == "replay" and view != "none" else None,
+                view=read if each == "replay" else None,
                 free_bytes=round(gpu_memory * 2**30 - weights * 1e9),
                 context=context,
             )

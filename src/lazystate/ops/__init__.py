@@ -17,6 +17,7 @@ from lazystate.ops.pool import (
     Ring,
     Storage,
     View,
+    Views,
     allocate,
 )
 from lazystate.ops.states import States
@@ -41,6 +42,7 @@ __all__ = [
     "Storage",
     "Traffic",
     "View",
+    "Views",
     "active",
     "allocate",
     "backend",

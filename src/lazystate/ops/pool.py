@@ -119,17 +119,26 @@ def _product(state: Tensor, vectors: Tensor) -> Tensor:
     return out.view(batch, keys, wanted, rows).mT
 
 
+class Views(Protocol):
+    """What the views of all layers of a model are made by, where they are no format."""
+
+    def allocate(self, layer: int, spec: LayerSpec, slots: int, device: torch.device) -> View:
+        """Room for one layer's views; nothing is initialised."""
+        ...
+
+
 @dataclass(frozen=True)
 class Storage:
     """How the states of all layers are stored.
 
     Attributes:
-        checkpoint: format of the checkpoint. view: of the copy that steps read, None for none.
+        checkpoint: format of the checkpoint. view: of the copy that steps read, or what makes
+            another view; None for none.
         fold: what a fold derives corrections from. rounding: into the checkpoint. seed: of it.
     """
 
     checkpoint: Format
-    view: Format | None
+    view: Format | Views | None
     fold: Fold
     rounding: Rounding
     seed: int
@@ -254,9 +263,11 @@ def allocate(
     key = (storage.seed, layer) if storage.rounding == "stochastic" else None
     states = States.allocate(storage.checkpoint, slots, spec.state_shape, device, key)
     view = exact = FullView(states, spec.compute)
-    if storage.view is not None:
+    if isinstance(storage.view, Format):
         copies = States.allocate(storage.view, slots, spec.state_shape, device)
         view = CastView(copies, spec.compute)
+    elif storage.view is not None:
+        view = storage.view.allocate(layer, spec, slots, device)
     conv_inputs = spec.conv_width - 1 + max_tokens
     conv = empty(spec.activation, conv_inputs, spec.conv_channels) if spec.conv_channels else None
     return Pool(spec, window, storage.fold, states, ring, exact, view, conv)

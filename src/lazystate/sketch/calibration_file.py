@@ -26,7 +26,8 @@ from lazystate.sketch.allocation import (
     rank_actions,
     solve,
 )
-from lazystate.sketch.view import DENSE
+from lazystate.sketch.traffic import Map
+from lazystate.sketch.view import DENSE, Sketch
 from lazystate.spec import LayerSpec
 
 FORMAT = "lazystate-calibration"
@@ -44,6 +45,7 @@ class Origin:
         model: name of the model. layers: indices of its recurrent layers, ascending.
         value_dim: V. window: of the effective queries. erase: of the layers.
         text: fingerprint of what was read (`text_fingerprint`), "" if not known.
+        weights: fingerprint of the model's gates, "" if not known.
         versions: of the packages that made it. notes: anything else, by name.
     """
 
@@ -53,6 +55,7 @@ class Origin:
     window: int
     erase: bool
     text: str = ""
+    weights: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -178,6 +181,32 @@ class Calibration:
         of = torch.tensor([a.rank if a.view == "sketch" else DENSE for a in actions])
         return Ranks(of[found.choice].view(-1, self.heads), list(actions), found)
 
+    def sketch(
+        self,
+        mean_rank: float = 8,
+        *,
+        criterion: Criterion = "paired",
+        map: Map = "pivot",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Sketch:
+        """The view of all layers whose reads cost what `mean_rank` for every head would.
+
+        Args:
+            criterion: of `allocate`. map, dtype: see `Sketch`.
+
+        Raises:
+            ValueError: as `allocate`; for the offline map without a metric.
+        """
+        if map == "offline" and self.metric is None:
+            raise ValueError("map 'offline' needs metric: the file has none")
+        ranks = self.allocate(mean_rank, criterion=criterion).ranks
+        share = self.heads // self.omega.shape[1]
+        omega, metric = (
+            None if x is None else x.repeat_interleave(share, 1) for x in (self.omega, self.metric)
+        )
+        assert omega is not None
+        return Sketch(omega, ranks, map, metric if map == "offline" else None, dtype)
+
     def slice_heads(self, start: int, stop: int) -> Calibration:
         """The part of value heads start to stop - 1, as a tensor-parallel rank holds them.
 
@@ -202,26 +231,31 @@ class Calibration:
         }
         return replace(self, **cut)
 
-    def check(self, model: str, layers: Sequence[int], spec: LayerSpec) -> None:
+    def check(self, layers: Sequence[int], spec: LayerSpec, weights: str = "") -> None:
         """Whether this is the calibration of a model.
 
         Args:
-            model: its name. layers: indices of its recurrent layers. spec: of one of them.
+            layers: indices of its recurrent layers. spec: of one of them.
+            weights: its fingerprint; "" if not known, as in public files.
 
         Raises:
             ValueError: naming everything that differs.
         """
         pairs = {
-            "model": (self.origin.model, model),
             "recurrent layers": (list(self.origin.layers), list(layers)),
             "heads": (self.heads, spec.heads),
             "key_dim": (self.key_dim, spec.key_dim),
             "value_dim": (self.origin.value_dim, spec.value_dim),
             "erase": (self.origin.erase, spec.erase),
         }
+        if weights and self.origin.weights:
+            pairs["weights"] = (self.origin.weights[:12], weights[:12])
         wrong = [f"{name} {a} and not {b}" for name, (a, b) in pairs.items() if a != b]
         if wrong:
-            raise ValueError(f"the calibration is of another model: it has {'; '.join(wrong)}")
+            raise ValueError(
+                f"the calibration is of another model ({self.origin.model}): it has "
+                f"{'; '.join(wrong)}"
+            )
 
     def save(self, path: Path | str) -> None:
         """Write the file; one that is there is replaced only by a whole one."""
@@ -235,7 +269,7 @@ class Calibration:
         part.replace(path)
 
 
-_ABOUT = ("model", "value_dim", "window", "erase", "text", "versions", "notes")
+_ABOUT = ("model", "value_dim", "window", "erase", "text", "weights", "versions", "notes")
 
 
 def load(path: Path | str) -> Calibration:

@@ -8,16 +8,89 @@ the view, as with a rounded copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lazystate.ops.torch.step import per_head, product
+from lazystate.planner import Viewed
 from lazystate.sketch import maps
 from lazystate.sketch.traffic import MAPS, Map, view_bytes
+from lazystate.spec import LayerSpec
 
 DENSE = 0  # the rank of a head that reads a copy of its whole state
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The sketches of all recurrent layers of a model: `StateCache(specs, ..., view=sketch)`.
+
+    Attributes:
+        omega: FP32 [layers, HV, K, G], orthonormal columns, leading first.
+        ranks: int64 [layers, HV], 1 to G, or `DENSE` for a head that reads a copy of its state.
+        map: "pivot", "exact", or "offline", which needs metric. metric: E0 [layers, HV, K, K].
+        dtype: of all that is stored.
+    """
+
+    omega: Tensor
+    ranks: Tensor
+    map: Map = "pivot"
+    metric: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def check(self, specs: Sequence[LayerSpec]) -> None:
+        """Whether it is of layers like these.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        layers, heads, key_dim = self.omega.shape[:3]
+        if len(specs) != layers:
+            raise ValueError(f"view must sketch {len(specs)} layers, got a sketch of {layers}")
+        for number, spec in enumerate(specs):
+            if (spec.heads, spec.key_dim) != (heads, key_dim):
+                raise ValueError(
+                    f"view must sketch {spec.heads} heads of key_dim {spec.key_dim} in layer "
+                    f"{number}, got a sketch of {heads} heads of {key_dim}"
+                )
+
+    def allocate(self, layer: int, spec: LayerSpec, slots: int, device: torch.device) -> SketchView:
+        """Room for one layer's sketches, see `Views`."""
+        return SketchView.allocate(
+            self.omega[layer].to(device, spec.compute),
+            self.ranks[layer],
+            slots,
+            spec.value_dim,
+            map=self.map,
+            metric=None if self.metric is None else self.metric[layer],
+            dtype=self.dtype,
+        )
+
+    def slice_heads(self, start: int, stop: int) -> Sketch:
+        """The part of value heads start to stop - 1, as a tensor-parallel rank holds them.
+
+        Raises:
+            ValueError: for heads that there are not.
+        """
+        heads = self.ranks.shape[1]
+        if not 0 <= start < stop <= heads:
+            raise ValueError(f"heads must lie in 0..{heads}, got {start}..{stop}")
+        metric = None if self.metric is None else self.metric[:, start:stop]
+        return replace(
+            self,
+            omega=self.omega[:, start:stop],
+            ranks=self.ranks[:, start:stop],
+            metric=metric,
+        )
+
+    def planned(self, layer: int, spec: LayerSpec) -> Viewed:
+        """What the planner counts for one layer."""
+        room = self.allocate(layer, spec, 1, torch.device("cpu"))
+        memory = sum(tensor.nbytes for tensor in room.stored.values())
+        return Viewed("sketch", room.bytes_read(), memory)
 
 
 @dataclass(frozen=True)
@@ -117,7 +190,8 @@ class SketchView:
         if "copy" in part:
             dense = self.ranks == DENSE
             out[:, dense] = product(part["copy"], x[:, dense])
-        return out.reshape(len(x), vectors.shape[1], -1, x.shape[-1])
+        rows = heads // vectors.shape[1] * out.shape[2]
+        return out.reshape(len(x), vectors.shape[1], rows, x.shape[-1])
 
     def store(self, slots: Tensor, state: Tensor) -> None:
         """Sketch the folded state [B, HV, V, K], compute dtype, into `slots` [B]."""
@@ -132,19 +206,22 @@ class SketchView:
         for name, part in new.items():
             self.stored[name].index_copy_(0, slots, part.to(self.stored[name].dtype))
 
-    def bytes_read(self) -> int:
-        """Bytes of one slot that a read needs: each head's own rank, without the padding."""
+    @cached_property
+    def _bytes(self) -> int:
         value_dim, key_dim = self.stored["sketch"].shape[2], self.omega.shape[1]
         size = self.stored["sketch"].element_size()
-        total = 0
-        for rank in self.ranks.tolist():
-            if rank == DENSE:
-                total += value_dim * key_dim * size
-            else:
-                total += view_bytes(
-                    key_dim, value_dim, rank, map=self.map, pivots=self.pivots, element=size
-                )
-        return total
+        dense = value_dim * key_dim * size
+
+        def of(rank: int) -> int:
+            return view_bytes(
+                key_dim, value_dim, rank, map=self.map, pivots=self.pivots, element=size
+            )
+
+        return sum(dense if rank == DENSE else of(rank) for rank in self.ranks.tolist())
+
+    def bytes_read(self) -> int:
+        """Bytes of one slot that a read needs: each head's own rank, without the padding."""
+        return self._bytes
 
     def bytes_stored(self) -> int:
         """Bytes that one row's fold writes for the view, besides the checkpoint."""

@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lazystate.engines.transformers.observing import layer_spec, observed, recurrent_modules
+from lazystate.engines.transformers.observing import (
+    gates_fingerprint,
+    layer_spec,
+    observed,
+    recurrent_modules,
+)
 from lazystate.sketch.calibration_file import Calibration, Origin
 from lazystate.sketch.scores import Scores
 from lazystate.sketch.statistics import Statistics
@@ -82,6 +87,7 @@ def calibrate(
         window=window,
         erase=spec.erase,
         text=text,
+        weights=gates_fingerprint(model),
         versions={package: version(package) for package in ("torch", "transformers")},
         notes={"states": int(sums[0].windows), "scored tokens": int(tokens), "ridge": ridge},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,15 @@ def layer_spec(model: nn.Module, activation: torch.dtype = torch.float32) -> Lay
     if len(specs) > 1:
         raise ValueError(f"model must have recurrent layers of one shape, got {len(specs)}")
     return specs.pop()
+
+
+def gates_fingerprint(model: nn.Module) -> str:
+    """SHA-256 of all recurrent layers' A_log in BF16: the same in every dtype of the model."""
+    digest = hashlib.sha256()
+    for module in recurrent_modules(model):
+        gates = module.A_log.detach().flatten().to("cpu", torch.bfloat16)
+        digest.update(gates.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager

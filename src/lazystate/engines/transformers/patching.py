@@ -15,6 +15,7 @@ from lazystate.engines.transformers.adapters import ADAPTERS
 from lazystate.engines.transformers.mixer import Mixer, Patch
 from lazystate.formats import Rounding
 from lazystate.ops import Fold, backend
+from lazystate.sketch.view import Sketch
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,7 +26,7 @@ def patch(
     window: int = 16,
     max_tokens: int = 8,
     checkpoint: str | torch.dtype = torch.float32,
-    view: str | torch.dtype | None = None,
+    view: str | torch.dtype | Sketch | None = None,
     rounding: Rounding = "stochastic",
     seed: int = 0,
     fold: Fold = "raw",
@@ -43,7 +44,8 @@ def patch(
         window: L, tokens between two folds of a state.
         max_tokens: most tokens of one step, the longest draft plus 1; up to `window`. Longer drafts
             work, but cost a pass over the state.
-        checkpoint: format of the states. view: format of a smaller copy, which most steps read.
+        checkpoint: format of the states. view: format of a smaller copy, which most steps read, or
+            a sketch: `open_calibration(FILE).sketch(mean_rank=8)`.
         rounding, seed: into a checkpoint narrower than FP32.
         fold: "raw", or "cached" for fewer bytes and a small drift. All five as in `StateCache`.
 
@@ -104,7 +106,7 @@ def patched(
     window: int = 16,
     max_tokens: int = 8,
     checkpoint: str | torch.dtype = torch.float32,
-    view: str | torch.dtype | None = None,
+    view: str | torch.dtype | Sketch | None = None,
     rounding: Rounding = "stochastic",
     seed: int = 0,
     fold: Fold = "raw",
