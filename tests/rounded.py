@@ -18,6 +18,7 @@ from lazystate import LayerSpec
 from lazystate.formats import Format, Parts
 from lazystate.philox import state_bits
 from lazystate.reference.tokens import Drafts, Token, TokenCache
+from lazystate.sketch.view import Sketch
 
 
 @dataclass
@@ -41,7 +42,8 @@ class RoundedCache(TokenCache):
     """`TokenCache` of a window, with formats.
 
     Args:
-        view: None where steps read the checkpoint. seed: of stochastic rounding; None: to nearest.
+        view: None where steps read the checkpoint; of a sketch the model has its low-rank product.
+        seed: of stochastic rounding; None: to nearest.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class RoundedCache(TokenCache):
         slots: int,
         window: int,
         checkpoint: Format,
-        view: Format | None,
+        view: Format | Sketch | None,
         seed: int | None,
     ) -> None:
         super().__init__(specs, slots)
@@ -153,13 +155,23 @@ class RoundedCache(TokenCache):
             parts = {"checkpoint": self.checkpoint.encode(own.initial, bits)}
             state = self.checkpoint.decode(parts["checkpoint"], key_dim).double()
             request.views[index] = state
-            if self.view is not None:
+            if isinstance(self.view, Sketch):
+                request.views[index] = _sketched(self.view, index, own.spec, own.initial)
+            elif self.view is not None:
                 parts["view"] = self.view.encode(own.initial)
                 request.views[index] = self.view.decode(parts["view"], key_dim).double()
             request.stored[index] = parts
             request.corrections[index] = []
             self.slots[slot][index] = replace(own, initial=state)
         request.writes += 1
+
+
+def _sketched(sketch: Sketch, layer: int, spec: LayerSpec, state: Tensor) -> Tensor:
+    """What reads of a sketch of the state [HV, V, K] multiply, as such a matrix."""
+    room = sketch.allocate(layer, spec, 1, state.device)
+    room.store(torch.tensor([0]), state.unsqueeze(0))
+    eye = torch.eye(spec.key_dim, dtype=state.dtype)
+    return room.read(None, eye.expand(1, spec.heads, -1, -1))[0]
 
 
 def _copied(request: Request) -> Request:

@@ -21,12 +21,12 @@ TEXTS = sorted(
 # Bottom to top; a module imports from its own part of the package and from lower levels only.
 LEVELS = (
     ("spec", "philox"),
-    ("gates", "formats", "presets", "reference"),
+    ("gates", "formats", "presets", "reference", "shipped"),
     ("planner",),
     ("ops",),
     ("checks",),
     ("cache",),
-    ("sketch", "baselines", "shipped"),
+    ("sketch", "baselines"),
     ("engines",),
     ("evaluation",),
     ("commands",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lazystate.engines.transformers.calibrating import calibrate, score
-from lazystate.engines.transformers.observing import layer_spec, observed, recurrent_modules
+from lazystate.engines.transformers.calibrating import Options, calibrate, score
+from lazystate.engines.transformers.observing import (
+    gates_fingerprint,
+    layer_spec,
+    observed,
+    recurrent_modules,
+)
 from lazystate.engines.transformers.patching import patched
 from lazystate.reference.recurrence import recur
 from lazystate.sketch.calibration_file import load
@@ -112,15 +118,12 @@ def test_calibration_of_a_model(mixer: str, tmp_path: Path) -> None:
         model,
         tokens(3, 6),
         tokens(3, 20),
+        Options(window=WINDOW, new_tokens=16, warmup=8, batch=2),
         name=mixer,
-        window=WINDOW,
-        new_tokens=16,
-        warmup=8,
-        batch=2,
         progress=lambda *args: told.append(args),
     )
     spec = layer_spec(model)
-    found.check(mixer, [m.layer_idx for m in recurrent_modules(model)], spec)
+    found.check([m.layer_idx for m in recurrent_modules(model)], spec, gates_fingerprint(model))
     assert told == [("bases", 1, 2), ("bases", 2, 2), ("scores", 1, 2), ("scores", 2, 2)]
     assert found.origin.notes["states"] == 3 * 3 and found.origin.notes["scored tokens"] == 3 * 12
     assert found.missed is not None
@@ -136,7 +139,11 @@ def test_a_basis_beats_a_random_one() -> None:
     """On other texts the calibrated basis misses less than a random one of its rank."""
     model = copied("Qwen3_5GatedDeltaNet")
     found = calibrate(
-        model, tokens(8, 6), tokens(1, 20), name="m", window=WINDOW, new_tokens=24, warmup=8, rank=4
+        model,
+        tokens(8, 6),
+        tokens(1, 20),
+        Options(window=WINDOW, new_tokens=24, warmup=8, rank=4),
+        name="m",
     )
     spec, text = layer_spec(model), tokens(4, 40)
     missed = torch.zeros(2)
@@ -156,11 +163,11 @@ def test_a_basis_beats_a_random_one() -> None:
 def test_what_cannot_be_calibrated() -> None:
     """A patched model and texts without a whole window are refused with the reason."""
     model = copied(FAMILIES[0])
-    arguments = {"name": "m", "window": WINDOW, "new_tokens": 16, "warmup": 8}
+    options = Options(window=WINDOW, new_tokens=16, warmup=8)
     with pytest.raises(ValueError, match="texts 12 tokens long"):
-        calibrate(model, tokens(1, 6), tokens(1, 11), **arguments)
+        calibrate(model, tokens(1, 6), tokens(1, 11), options, name="m")
     with patched(model), pytest.raises(ValueError, match="must not be patched"):
-        calibrate(model, tokens(1, 6), tokens(1, 20), **arguments)
+        calibrate(model, tokens(1, 6), tokens(1, 20), options, name="m")
     with pytest.raises(ValueError, match="supported recurrent layer"):
         recurrent_modules(torch.nn.Linear(1, 1))
 
@@ -180,3 +187,39 @@ def test_observed_models_read_whole_texts(mixer: str, wrong: str) -> None:
     ):
         model(input_ids=text, attention_mask=mask, use_cache=wrong == "cache")
     assert len(recurrent_modules(model)) == len(recurrent_modules(stock(mixer)))
+
+
+class Interrupted(RuntimeError):
+    """What stops a calibration in these tests."""
+
+
+@pytest.mark.parametrize("last", [("bases", 1), ("bases", 2), ("scores", 1)])
+def test_an_interrupted_calibration_goes_on(last: tuple[str, int], tmp_path: Path) -> None:
+    """Its result is, bit for bit, that of a run in one go; nothing is done twice."""
+    model, prompts, texts = copied(FAMILIES[0]), tokens(5, 6), tokens(3, 20)
+    options, keep = Options(window=WINDOW, new_tokens=16, warmup=8, batch=2), tmp_path / "sums"
+    whole = calibrate(model, prompts, texts, options, name="m")
+
+    def stop(part: str, done: int, of: int) -> None:
+        if (part, done) == last:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        calibrate(
+            model, prompts, texts, options, name="m", keep=keep, save_seconds=0, progress=stop
+        )
+    with pytest.raises(ValueError, match="remove it to start anew"):
+        calibrate(model, prompts, texts, replace(options, warmup=4), name="m", keep=keep)
+    seen: list[tuple[str, int]] = []
+
+    def note(part: str, done: int, of: int) -> None:
+        seen.append((part, done))
+
+    found = calibrate(model, prompts, texts, options, name="m", keep=keep, progress=note)
+    assert seen == [each for each in ALL if each > last]
+    assert not keep.exists()
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(found.tensors()[name], tensor), name
+
+
+ALL = [("bases", 1), ("bases", 2), ("bases", 3), ("scores", 1), ("scores", 2)]

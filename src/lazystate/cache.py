@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lazystate import checks, ops
 from lazystate.formats import Rounding
-from lazystate.sketch.view import Sketch
 from lazystate.spec import LayerSpec
 
 
@@ -86,7 +85,7 @@ class StateCache:
         window: int = 16,
         max_tokens: int = 1,
         checkpoint: str | torch.dtype = torch.float32,
-        view: str | torch.dtype | Sketch | None = None,
+        view: str | torch.dtype | ops.Views | None = None,
         rounding: Rounding = "stochastic",
         seed: int = 0,
         fold: ops.Fold = "raw",

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lazystate.formats import CHECKPOINTS, VIEWS, named
-from lazystate.ops import Storage
-from lazystate.sketch.view import Sketch
+from lazystate.ops import Storage, Views
 from lazystate.spec import LayerSpec
 
 INTEGERS = (torch.int32, torch.int64)
@@ -49,7 +48,7 @@ def storage(
     """The constructor's choice of how states are stored."""
     form = named("checkpoint", checkpoint, CHECKPOINTS)
     copy = view
-    if isinstance(view, Sketch):
+    if isinstance(view, Views):
         view.check(specs)
     elif view is not None:
         copy = named("view", view, VIEWS)

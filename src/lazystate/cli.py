@@ -8,8 +8,10 @@ import typer
 
 import lazystate
 from lazystate.commands import evaluate
+from lazystate.commands.calibrate import calibrate
 from lazystate.commands.compare import compare
 from lazystate.commands.generate import generate
+from lazystate.commands.inspect import inspect
 from lazystate.commands.plan import plan
 
 app = typer.Typer(
@@ -45,6 +47,7 @@ def main(
     lazystate generate gdn --prompt "It was a dark night, and"
     lazystate plan --help    # what it saves on a given model and GPU
     lazystate evaluate --help  # what states of few bits do to outputs
+    lazystate calibrate --help # a sketch of the states of your own model
     ```
     """
 
@@ -52,4 +55,6 @@ def main(
 app.command()(compare)
 app.command()(generate)
 app.command()(plan)
+app.command()(calibrate)
+app.command()(inspect)
 app.add_typer(evaluate.app, name="evaluate")

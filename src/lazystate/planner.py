@@ -15,7 +15,6 @@ import torch
 
 from lazystate.formats import CHECKPOINTS, VIEWS, named
 from lazystate.presets import ModelShape
-from lazystate.sketch.traffic import view_bytes
 from lazystate.spec import LayerSpec
 
 Method = Literal["plain", "snapshot", "replay"]
@@ -110,22 +109,6 @@ class Viewed:
     name: str
     read: int
     memory: int
-
-
-def sketched(layer: LayerSpec, mean_rank: float) -> Viewed:
-    """Sketches of a mean rank, stored as their own ranks are (docs/maths.md, Eq. 27).
-
-    Between whole ranks the bytes are in proportion.
-
-    Raises:
-        ValueError: for a mean rank below 1 or above K.
-    """
-    if not 1 <= mean_rank <= layer.key_dim:
-        raise ValueError(f"mean_rank must be 1 to {layer.key_dim}, got {mean_rank}")
-    below = int(mean_rank)
-    low, high = (view_bytes(layer.key_dim, layer.value_dim, rank) for rank in (below, below + 1))
-    read = int(layer.heads * (low + (mean_rank - below) * (high - low)))
-    return Viewed("sketch", read, read)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def plan(
     from lazystate.ops.auto import auto
     from lazystate.ops.tables import entries
     from lazystate.presets import shape_from_config
+    from lazystate.sketch.traffic import sketched
 
     with usage_errors():
         kept = float(tokens) if acceptance is None else acceptance
@@ -94,14 +95,10 @@ def plan(
             raise ValueError(f"--acceptance must be 1 to --tokens ({tokens}), got {kept}")
         if window is not None and window < tokens and method in ("all", "replay"):
             raise ValueError(f"--window must be at least --tokens ({tokens}), got {window}")
-        for name, given in (("--gpu-memory", gpu_memory), ("--weights", weights)):
-            if not math.isfinite(given):
-                raise ValueError(f"{name} must be a finite number, got {given}")
+        _finite("--gpu-memory", gpu_memory)
+        _finite("--weights", weights)
         shape = shape_from_config(model) if Path(model).exists() else _preset(model)
-        wanted = _methods(method, tokens)
-        read = None if view == "none" else view
-        if view == "sketch":
-            read = planner.sketched(shape.layer, mean_rank)
+        read = sketched(shape.layer, mean_rank) if view == "sketch" else view
         plans = [
             planner.plan(
                 shape,
@@ -113,11 +110,11 @@ def plan(
                 tokens=tokens if each != "plain" else 1,
                 kept=kept if each != "plain" else 1.0,
                 checkpoint=checkpoint if each == "replay" else "fp32",
-                view=read if each == "replay" else None,
+                view=read if each == "replay" and view != "none" else None,
                 free_bytes=round(gpu_memory * 2**30 - weights * 1e9),
                 context=context,
             )
-            for each in wanted
+            for each in _methods(method, tokens)
         ]
         choice = auto(
             shape.layer,
@@ -136,6 +133,11 @@ def plan(
     exact = (checkpoint, view) == ("fp32", "none")
     console.print(f"Faster on one {gpu}: {choice}." if exact else NO_KERNELS)
     console.print(f"[dim]Shape: {shape.source}.[/dim]")
+
+
+def _finite(name: str, given: float) -> None:
+    if not math.isfinite(given):
+        raise ValueError(f"{name} must be a finite number, got {given}")
 
 
 def _preset(name: str):

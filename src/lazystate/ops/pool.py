@@ -7,8 +7,9 @@ belong to the request and are shared by all layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -119,8 +120,13 @@ def _product(state: Tensor, vectors: Tensor) -> Tensor:
     return out.view(batch, keys, wanted, rows).mT
 
 
+@runtime_checkable
 class Views(Protocol):
     """What the views of all layers of a model are made by, where they are no format."""
+
+    def check(self, specs: Sequence[LayerSpec]) -> None:
+        """Whether it is of layers like these; raises ValueError naming what differs."""
+        ...
 
     def allocate(self, layer: int, spec: LayerSpec, slots: int, device: torch.device) -> View:
         """Room for one layer's views; nothing is initialised."""

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from lazystate.planner import Viewed
+from lazystate.spec import LayerSpec
+
 Map = Literal["pivot", "exact", "offline"]
 MAPS = ("pivot", "exact", "offline")
 
@@ -98,3 +101,19 @@ def largest_rank(key_dim: int, value_dim: int, dense: int, *, element: int = 2) 
         if view_bytes(key_dim, value_dim, rank, element=element) <= dense
     )
     return next(fits, 0)
+
+
+def sketched(layer: LayerSpec, mean_rank: float) -> Viewed:
+    """Sketches of a mean rank, stored as their own ranks are (docs/maths.md, Eq. 27).
+
+    Between whole ranks the bytes are in proportion.
+
+    Raises:
+        ValueError: for a mean rank below 1 or above K.
+    """
+    if not 1 <= mean_rank <= layer.key_dim:
+        raise ValueError(f"mean_rank must be 1 to {layer.key_dim}, got {mean_rank}")
+    below = int(mean_rank)
+    low, high = (view_bytes(layer.key_dim, layer.value_dim, rank) for rank in (below, below + 1))
+    read = int(layer.heads * (low + (mean_rank - below) * (high - low)))
+    return Viewed("sketch", read, read)

@@ -229,4 +229,4 @@ class SketchView:
 
     def tensors(self) -> dict[str, Tensor]:
         """What the view keeps, by name, slot first."""
-        return self.stored
+        return {f"view.{name}": tensor for name, tensor in self.stored.items()}

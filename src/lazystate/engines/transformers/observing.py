@@ -90,9 +90,10 @@ def layer_spec(model: nn.Module, activation: torch.dtype = torch.float32) -> Lay
 def gates_fingerprint(model: nn.Module) -> str:
     """SHA-256 of all recurrent layers' A_log in BF16: the same in every dtype of the model."""
     digest = hashlib.sha256()
-    for module in recurrent_modules(model):
-        gates = module.A_log.detach().flatten().to("cpu", torch.bfloat16)
-        digest.update(gates.view(torch.uint8).numpy().tobytes())
+    for name, gates in model.named_parameters():
+        if name.endswith("A_log"):
+            narrow = gates.detach().flatten().to("cpu", torch.bfloat16)
+            digest.update(narrow.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -14,8 +14,7 @@ from lazystate import checks
 from lazystate.engines.transformers.adapters import ADAPTERS
 from lazystate.engines.transformers.mixer import Mixer, Patch
 from lazystate.formats import Rounding
-from lazystate.ops import Fold, backend
-from lazystate.sketch.view import Sketch
+from lazystate.ops import Fold, Views, backend
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -26,7 +25,7 @@ def patch(
     window: int = 16,
     max_tokens: int = 8,
     checkpoint: str | torch.dtype = torch.float32,
-    view: str | torch.dtype | Sketch | None = None,
+    view: str | torch.dtype | Views | None = None,
     rounding: Rounding = "stochastic",
     seed: int = 0,
     fold: Fold = "raw",
@@ -106,7 +105,7 @@ def patched(
     window: int = 16,
     max_tokens: int = 8,
     checkpoint: str | torch.dtype = torch.float32,
-    view: str | torch.dtype | Sketch | None = None,
+    view: str | torch.dtype | Views | None = None,
     rounding: Rounding = "stochastic",
     seed: int = 0,
     fold: Fold = "raw",
