@@ -6,7 +6,8 @@ import json as jsons
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -16,9 +17,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lazystate import shipped
-from lazystate.commands.options import Device, Json, usage_errors
+from lazystate.commands.options import CalibrationFile, Device, Json, usage_errors
 
 if TYPE_CHECKING:
+    from lazystate.commands.decoding import Loaded
     from lazystate.evaluation.kl import Config
 
 STATES = (
@@ -60,6 +62,7 @@ def kl(
             "the checkpoint to nearest. Repeat it for more.  [default: 15 of them, and again]"
         ),
     ] = None,
+    calibration: CalibrationFile = None,
     window: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Tokens between folds; repeat it for more.  [default: 16]"),
@@ -87,12 +90,14 @@ def kl(
     ```text
     lazystate evaluate kl
     lazystate evaluate kl gdn --state fp16,nvfp4 --state nvfp4 --tokens 4096
+    lazystate evaluate kl gdn --state fp32,sketch4 --state fp32,sketch8 --window 32
     lazystate evaluate kl gdn --state fp8 --window 1 --window 16 --window 64
     lazystate evaluate kl --json > kl.json
     ```
     """
     import torch
 
+    from lazystate.commands import decoding
     from lazystate.evaluation import kl as protocol
 
     torch.set_num_threads(threads)
@@ -109,12 +114,77 @@ def kl(
         names = models or shipped.models()
         with _progress(len(names) * (1 + len(configs)) * tokens) as step:
             for name in names:
-                rows += _measure(name, configs, prompt_tokens, tokens, streams, device, step)
+                loaded = decoding.load(name, device=device)
+                known = [_with_sketch(loaded, each, calibration) for each in configs]
+                rows += _measure(loaded, known, prompt_tokens, tokens, streams, step)
     if json:
         typer.echo(jsons.dumps(rows, indent=1))
         return
     for name in names:
         _show_kl([row for row in rows if row["model"] == name], name)
+
+
+@app.command()
+def recall(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Shipped models or folders of transformers; all shipped ones if none."),
+    ] = None,
+    state: Annotated[
+        list[str] | None, typer.Option(help="As of kl; repeat it for more.  [default: fp32]")
+    ] = None,
+    calibration: CalibrationFile = None,
+    window: Annotated[int, typer.Option(min=1, help="Tokens between folds.")] = 16,
+    context: Annotated[int, typer.Option(min=64, help="Tokens that the facts lie in.")] = 256,
+    examples: Annotated[int, typer.Option(min=1, help="Contexts of each task.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of the examples and of rounding.")] = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Share of facts found again in a context of book text, with every kind of state.
+
+    single: one fact, one question. multi-key: four facts, one question. multi-query: two questions.
+    multi-value: two facts of one name, and both are asked for. The context is prefill; questions
+    and answers are decoded.
+
+    **Examples**
+
+    ```text
+    lazystate evaluate recall
+    lazystate evaluate recall kda --state fp32 --state fp32,sketch2 --state fp32,int2
+    ```
+    """
+    import torch
+
+    from lazystate.commands import decoding
+    from lazystate.evaluation import kl, retrieval
+
+    torch.set_num_threads(1)
+    with usage_errors():
+        states = [kl.States.parse(each) for each in state or ["fp32"]]
+        names, rows = models or shipped.models(), []
+        with _progress(len(names) * len(states) * len(retrieval.TASKS)) as step:
+            for name in names:
+                loaded = decoding.load(name, device=device)
+                for kept in states:
+                    config = kl.Config(kept, window, seed=seed)
+                    config = _with_sketch(loaded, config, calibration)
+                    row = {"model": name, "state": str(kept), "window": window, "context": context}
+                    for task in retrieval.TASKS:
+                        drawn = retrieval.examples(loaded.tokenizer, task, examples, context, seed)
+                        right = retrieval.accuracy(loaded.model, drawn, config)
+                        row[task] = sum(right) / len(right)
+                        step(1)
+                    rows.append(row)
+    if json:
+        typer.echo(jsons.dumps(rows, indent=1))
+        return
+    table = _table(f"answers found, {examples} contexts of {context} tokens")
+    for heading in ("model", "state", *retrieval.TASKS):
+        table.add_column(heading, justify="left" if heading in ("model", "state") else "right")
+    for row in rows:
+        table.add_row(row["model"], row["state"], *(f"{row[task]:.2f}" for task in retrieval.TASKS))
+    Console(highlight=False).print(table)
 
 
 @app.command()
@@ -179,20 +249,27 @@ def decay(
 _NARROW = ("fp16", "fp8", "nvfp4")
 
 
+def _with_sketch(loaded: Loaded, config: Config, calibration: Path | None) -> Config:
+    """The configuration with its sketches of this model's layers, if it has any."""
+    from lazystate.commands.decoding import Method
+
+    if (rank := config.states.mean_rank) is None:
+        return config
+    method = Method(config.window, view="sketch", mean_rank=rank, calibration=calibration)
+    return replace(config, sketch=loaded.view(method))  # pyright: ignore (a sketch)
+
+
 def _measure(
-    name: str,
+    loaded: Loaded,
     configs: list[Config],
     prompt_tokens: int,
     tokens: int,
     streams: int,
-    device: Any,
     step: Any,
 ) -> list[dict[str, Any]]:
     """A row for every configuration and N of one model."""
-    from lazystate.commands.decoding import load
     from lazystate.evaluation import kl as protocol
 
-    loaded = load(name, device=device)
     given = protocol.streams(loaded.tokenizer, streams, prompt_tokens + tokens)
     given = given.to(loaded.model.device)
     reference = protocol.Reference.of(loaded.model, given, prompt_tokens, step)
@@ -202,7 +279,7 @@ def _measure(
             again = config.window is None
             rows.append(
                 {
-                    "model": name,
+                    "model": loaded.name,
                     "layer": loaded.layer,
                     "state": "again" if again else str(config.states),
                     "window": config.window,

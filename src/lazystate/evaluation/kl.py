@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from lazystate import shipped
 from lazystate.engines.transformers import patched
 from lazystate.formats import CHECKPOINTS, VIEWS, Rounding, named
+from lazystate.ops import Views
 
 SPAN = 256  # positions averaged
 
@@ -33,7 +34,8 @@ class States:
     """How a configuration keeps its states; `str` and `parse` are inverse.
 
     Attributes:
-        checkpoint, view, rounding: as of `StateCache`; view None: the checkpoint serves reads, too.
+        checkpoint, view, rounding: as of `StateCache`; view None: the checkpoint serves reads, too;
+            "sketch8": a sketch of mean rank 8, which `Config.sketch` then has.
     """
 
     checkpoint: str = "fp32"
@@ -42,7 +44,7 @@ class States:
 
     @classmethod
     def parse(cls, text: str) -> States:
-        """From "fp16", "fp16:nearest" or, with a view, "fp16,nvfp4".
+        """From "fp16", "fp16:nearest" or, with a view, "fp16,nvfp4" or "fp16,sketch8".
 
         Raises:
             ValueError: for another form or an unknown format.
@@ -52,9 +54,28 @@ class States:
         if rounding not in ("", "nearest"):
             raise ValueError(f"state must end in ':nearest' or nothing, got {text!r}")
         named("state", checkpoint, CHECKPOINTS)
-        if view:
+        if view and not view.startswith("sketch"):
             named("view of a state", view, VIEWS)
-        return cls(checkpoint, view or None, "nearest" if rounding else "stochastic")
+        found = cls(checkpoint, view or None, "nearest" if rounding else "stochastic")
+        if found.mean_rank is not None and not found.mean_rank >= 1:
+            raise ValueError(f"mean rank must be at least 1, got {text!r}")
+        return found
+
+    @property
+    def mean_rank(self) -> float | None:
+        """Of a sketch; None for another view.
+
+        Raises:
+            ValueError: for a sketch without a rank.
+        """
+        if self.view is None or not self.view.startswith("sketch"):
+            return None
+        try:
+            return float(self.view.removeprefix("sketch"))
+        except ValueError as error:
+            raise ValueError(
+                f"sketch must have a mean rank, as sketch8, got {self.view!r}"
+            ) from error
 
     def __str__(self) -> str:
         view = f",{self.view}" if self.view else ""
@@ -67,12 +88,14 @@ class Config:
 
     Attributes:
         split: decode the streams in this many groups; another order of additions, no more.
+        sketch: the view of the model's layers, where the states have one.
     """
 
     states: States
     window: int | None
     split: int = 1
     seed: int = 0
+    sketch: Views | None = None
 
     def engine(self, model: nn.Module) -> AbstractContextManager:
         """The model decoding in this way inside a `with` block."""
@@ -83,7 +106,7 @@ class Config:
             window=self.window,
             max_tokens=1,
             checkpoint=self.states.checkpoint,
-            view=self.states.view,
+            view=self.states.view if self.sketch is None else self.sketch,
             rounding=self.states.rounding,
             seed=self.seed,
         )
