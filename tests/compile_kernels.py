@@ -6,6 +6,7 @@ so this takes a process without it.
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -47,16 +48,19 @@ def compile_only() -> None:
     JITFunction.run = warmed
 
 
-def main(kind: str, batch: int, tokens: int) -> None:
-    """One step of `tokens` tokens at a batch of `batch` rows, cursors and commit included."""
+def main(kind: str, batch: int, tokens: int, options: dict[str, Any]) -> None:
+    """One step of `tokens` tokens at a batch of `batch` rows, cursors and commit included.
+
+    options: of the cache, beside those.
+    """
     compile_only()
     heads = 4 if kind == "kda" else 2
     spec = layer(kind, torch.bfloat16, heads=4, key_heads=heads, key_dim=128, value_dim=64)
-    cache = StateCache(spec, batch, max_tokens=tokens, backend="triton")
+    cache = StateCache(spec, batch, max_tokens=tokens, backend="triton", **options)
     ticket = cache.begin(slots(*range(batch)), tokens)
     cache.step(ticket, 0, *draw(spec, batch, tokens))
     cache.commit(ticket)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -32,14 +33,35 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_model_step_compiles(kind, batch, tokens, tmp_path):
+    compile_step(tmp_path, kind, batch, tokens)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "options"),
+    [
+        (SMALL, 1, {"checkpoint": "nvfp4", "view": "int4"}),
+        pytest.param(LARGE, 1, {"checkpoint": "fp16", "view": "nvfp4"}, marks=slow),
+        pytest.param(LARGE, 4, {"checkpoint": "fp8", "view": "nvfp4"}, marks=slow),
+        pytest.param(LARGE, 1, {"checkpoint": "nvfp4"}, marks=slow),
+        pytest.param(LARGE, 4, {"checkpoint": "bf16", "view": "int2"}, marks=slow),
+        pytest.param(SMALL, 4, {"view": "int8"}, marks=slow),
+    ],
+)
+def test_low_precision_compiles(batch, tokens, options, tmp_path):
+    rounding = "stochastic" if "checkpoint" in options else "nearest"
+    compile_step(tmp_path, "gdn", batch, tokens, options | {"rounding": rounding})
+
+
+def compile_step(folder, kind, batch, tokens, options=None):
+    """Compile one step of a model in a process without the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment |= {"TRITON_CACHE_DIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, SCRIPT, kind, str(batch), str(tokens)],
+        [sys.executable, SCRIPT, kind, str(batch), str(tokens), json.dumps(options or {})],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    made = {path.stem for path in tmp_path.rglob("*.cubin")}
+    made = {path.stem for path in folder.rglob("*.cubin")}
     assert made == {"begin_kernel", "step_kernel", "commit_kernel"}

@@ -7,6 +7,7 @@ from typing import Literal, cast
 
 import torch
 
+from lazystate.formats import Format
 from lazystate.ops.backend import Backend, Census
 from lazystate.ops.pool import (
     CastView,
@@ -68,12 +69,10 @@ def backend(
         name = "triton" if device.type == "cuda" else "torch"
     if name not in ("torch", "triton"):
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {name!r}")
-    if name == "triton" and not storage.plain:
-        raise ValueError(
-            "backend triton has no kernels yet for views, fp8 and nvfp4 checkpoints and stochastic "
-            "rounding: take backend='torch', or checkpoint fp32 without a view (fp16 and bf16 with "
-            "rounding='nearest')"
-        )
+    if name == "triton" and not (storage.view is None or isinstance(storage.view, Format)):
+        raise ValueError("backend triton has no kernels yet for sketches: take backend='torch'")
+    if name == "triton" and storage.checkpoint.name == "fp64":
+        raise ValueError("checkpoint fp64 needs backend='torch', got the backend triton")
     if name == "triton":
         for argument, value, most in (("window", window, 64), ("max_tokens", max_tokens, 16)):
             if value > most:

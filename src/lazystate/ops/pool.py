@@ -149,12 +149,6 @@ class Storage:
     rounding: Rounding
     seed: int
 
-    @property
-    def plain(self) -> bool:
-        """Whether it is one dense checkpoint, rounded to nearest if at all."""
-        rounds = self.checkpoint.narrow and self.rounding == "stochastic"
-        return self.checkpoint.dense and self.view is None and not rounds
-
 
 @dataclass
 class Ring:

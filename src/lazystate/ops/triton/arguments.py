@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lazystate.ops.pool import Pool
+from lazystate.formats import Format
+from lazystate.ops.pool import CastView, Pool
+from lazystate.ops.states import States
 from lazystate.spec import LayerSpec
 
 PIECE = 16  # elements of a piece of K, and records of a block: a block is one more piece
@@ -44,6 +46,23 @@ class Ring(NamedTuple):
     beta: Any
 
 
+class Stored(NamedTuple):
+    """The parts of states in a format, or their strides of a slot; behind a slot they are dense."""
+
+    elements: Any
+    scales: Any
+    total: Any
+
+
+class Copies(NamedTuple):
+    """What is kept of all states: checkpoint and view, each with its strides."""
+
+    checkpoint: Stored
+    checkpoint_slot: Stored
+    view: Stored
+    view_slot: Stored
+
+
 class Constants:
     """Numbers a kernel is compiled for, under one name: an argument that is a `tl.constexpr`.
 
@@ -63,7 +82,8 @@ class Shape(Constants):
 
     Attributes:
         HV: value heads. H: key heads. GROUP: HV / H. K, V: sizes of a key and a value. KC: pieces
-            of K. KP: K, or the next power of two. G: log-decays of a head, 1 or K.
+            of K. ORDER: elements of K from one of a piece to the next. KP: K, or the next power of
+            two. G: log-decays of a head, 1 or K.
         KEYS, VALUES, GATES: numbers in all heads' keys, values and log-decays of one token.
         ERASE, CHANNEL, BETA: see `LayerSpec`.
         R: positions of the ring, 0 in the conventional step, which has none. BLOCKS: of 16 records
@@ -75,6 +95,7 @@ class Shape(Constants):
     GROUP: int
     K: int
     KC: int
+    ORDER: int
     KP: int
     V: int
     G: int
@@ -104,16 +125,122 @@ class Tiling(Constants):
     STAGES: int
 
 
+@dataclass(frozen=True)
+class Form(Constants):
+    """A number format, for states of K.
+
+    Attributes:
+        KIND: "dense", "fp8", "nvfp4" or "int". BITS: of an element. PER_BYTE: elements in a byte.
+        BYTES: of a row of K, where it is not dense. GROUP: elements of a scale. GROUPS: in a row.
+        MANTISSA, LOWEST, LARGEST: see `Format`.
+    """
+
+    KIND: str
+    BITS: int
+    PER_BYTE: int
+    BYTES: int
+    GROUP: int
+    GROUPS: int
+    MANTISSA: int
+    LOWEST: int
+    LARGEST: float
+
+
+@dataclass(frozen=True)
+class Storing(Constants):
+    """What a fold writes: `Form`s of checkpoint and view.
+
+    Attributes:
+        VIEW: whether there is a view. STOCHASTIC: how the checkpoint is rounded. PLAIN: the states
+            that steps read are what folds write, so that a fold can come first. TOTAL: whether a
+            format needs a state's largest magnitude.
+    """
+
+    checkpoint: Form
+    view: Form
+    VIEW: bool
+    STOCHASTIC: bool
+    PLAIN: bool
+    TOTAL: bool
+
+
 @cache
-def shape_of(spec: LayerSpec, window: int = 0, records: int = 0, raw: bool = True) -> Shape:
-    """The constants that a kernel takes from a layer, and from its ring if it has one."""
+def form_of(form: Format, key_dim: int) -> Form:
+    """The constants of a format."""
+    per_byte = _per_byte(form)
+    return Form(
+        KIND="dense" if form.dense else form.name if form.name in ("fp8", "nvfp4") else "int",
+        BITS=form.bits,
+        PER_BYTE=per_byte,
+        BYTES=triton.cdiv(key_dim, per_byte),
+        GROUP=form.group or key_dim,
+        GROUPS=triton.cdiv(key_dim, form.group or key_dim),
+        MANTISSA=form.mantissa,
+        LOWEST=form.lowest,
+        LARGEST=form.largest,
+    )
+
+
+def _per_byte(form: Format) -> int:
+    return 8 // form.bits if form.bits < 8 else 1
+
+
+def storing_of(pool: Pool) -> Storing:
+    """What folds of a pool write."""
+    checkpoint = pool.states.form
+    viewed = isinstance(pool.view, CastView)
+    view = pool.view.states.form if isinstance(pool.view, CastView) else checkpoint
+    return _storing(checkpoint, view, viewed, pool.states.key, pool.spec.key_dim)
+
+
+@cache
+def _storing(
+    checkpoint: Format, view: Format, viewed: bool, key: tuple[int, int] | None, key_dim: int
+) -> Storing:
+    return Storing(
+        checkpoint=form_of(checkpoint, key_dim),
+        view=form_of(view, key_dim),
+        VIEW=viewed,
+        STOCHASTIC=key is not None,
+        PLAIN=checkpoint.dense and not viewed and key is None,
+        TOTAL="nvfp4" in (checkpoint.name, view.name),
+    )
+
+
+def states_of(pool: Pool) -> Copies:
+    """A pool's checkpoints and views; what is absent is never touched."""
+    view = pool.view.states if isinstance(pool.view, CastView) else pool.states
+    return Copies(*_stored(pool.states), *_stored(view))
+
+
+def _stored(states: States) -> tuple[Stored, Stored]:
+    elements = states.parts["elements"]
+    parts = Stored(*(states.parts.get(name, elements) for name in Stored._fields))
+    return parts, Stored(*(part.stride(0) for part in parts))
+
+
+def seed_of(pool: Pool) -> int:
+    """Key of a pool's random bits as one number; 0 where nothing is random."""
+    seed, layer = pool.states.key or (0, 0)
+    return seed + (layer << 32)
+
+
+@cache
+def shape_of(
+    spec: LayerSpec, window: int = 0, records: int = 0, raw: bool = True, order: int = 1
+) -> Shape:
+    """The constants that a kernel takes from a layer, and from its ring if it has one.
+
+    order: elements of K in a byte of the states that are read.
+    """
     gates = spec.key_dim if spec.decay == "channel" else 1
     return Shape(
         HV=spec.heads,
         H=spec.key_heads,
         GROUP=spec.group,
         K=spec.key_dim,
-        KC=triton.cdiv(spec.key_dim, PIECE),
+        KC=order * triton.cdiv(spec.key_dim, order * PIECE),
+        ORDER=order,
         KP=triton.next_power_of_2(spec.key_dim),
         V=spec.value_dim,
         G=gates,
@@ -129,9 +256,13 @@ def shape_of(spec: LayerSpec, window: int = 0, records: int = 0, raw: bool = Tru
     )
 
 
-def pool_shape(pool: Pool) -> Shape:
-    """The constants of a pool's layer and ring."""
-    return shape_of(pool.spec, pool.window, pool.ring.k.shape[1], pool.ring.v is not None)
+def pool_shape(pool: Pool, viewed: bool) -> Shape:
+    """The constants of a pool's layer and ring, for reading its views or its checkpoints."""
+    ring, states = pool.ring, pool.states
+    if viewed and isinstance(pool.view, CastView):
+        states = pool.view.states
+    raw = ring.v is not None
+    return shape_of(pool.spec, pool.window, ring.k.shape[1], raw, _per_byte(states.form))
 
 
 def inputs_of(

@@ -23,7 +23,7 @@ class Rows:
     Attributes:
         meta: int64 [B, 8], a row's slot (-1 if padded), committed records h, tokens seen, length,
             1 if it folds, 1 if its checkpoint is zero and is not read, ring position of the next
-            record (so that the kernels need no remainder), and a pad to one cache line.
+            record (so that the kernels need no remainder), and checkpoints written before.
         order: int32 [1 + B], how many rows fold, then all batch rows, those that fold first, as
             they take longest.
         tokens: T.
@@ -42,6 +42,7 @@ def begin_kernel(
     filled,
     limit,
     empty,
+    writes,
     meta,
     order,
     batch,
@@ -71,6 +72,7 @@ def begin_kernel(
     tl.store(at + 4, due.to(tl.int64), mask=inside)
     tl.store(at + 5, zero.to(tl.int64), mask=inside)
     tl.store(at + 6, seen % records, mask=inside)
+    tl.store(at + 7, tl.load(writes + slot, mask=active, other=0), mask=inside)
     ahead = tl.cumsum(due.to(tl.int32), 0)
     place = tl.where(due, ahead - 1, tl.sum(due.to(tl.int32), 0) + row - ahead)
     tl.store(order + 1 + place, row, mask=inside)
@@ -85,6 +87,7 @@ def commit_kernel(
     filled,
     limit,
     empty,
+    writes,
     batch,
     window,
     ALL: tl.constexpr,
@@ -106,6 +109,7 @@ def commit_kernel(
     tl.store(origin + slot, seen, mask=due)
     tl.store(limit + slot, tl.full([BLOCK], window, tl.int64), mask=due)
     tl.store(empty + slot, tl.zeros([BLOCK], tl.int8), mask=due)
+    tl.store(writes + slot, 1 + tl.load(at + 7, mask=due, other=0), mask=due)
 
 
 def begin(
@@ -161,4 +165,5 @@ def census(rows: Rows) -> Census:
 
 
 def _pointers(cursors: Cursors) -> tuple[Tensor, ...]:
-    return cursors.origin, cursors.filled, cursors.limit, cursors.empty.view(torch.int8)
+    empty = cursors.empty.view(torch.int8)
+    return cursors.origin, cursors.filled, cursors.limit, empty, cursors.writes

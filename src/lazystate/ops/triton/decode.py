@@ -21,6 +21,7 @@ from lazystate.ops.triton.device import (
     wrapped,
     zeros,
 )
+from lazystate.ops.triton.formats import read_rows
 
 
 @triton.jit
@@ -36,10 +37,14 @@ def decode(
     out,
     state,
     ring,
+    form: tl.constexpr,
     tiling: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """Outputs of one token for a program's tiles, and its record, behind `used` committed ones."""
+    """Outputs of one token for a program's tiles, and its record, behind `used` committed ones.
+
+    form: of the states that are read.
+    """
     first = key_head * shape.GROUP + part * tiling.TILES // tiling.PER_HEAD
     qs = load_row(inputs.q, True, shape)
     ks = load_row(inputs.k, True, shape)
@@ -47,10 +52,8 @@ def decode(
     gate = ()
     early = ()
     if tiling.TILES == 1:  # on its way while the scores are formed
-        at = (
-            first * shape.V + part % tiling.PER_HEAD * tiling.BV + tl.arange(0, tiling.BV)
-        ) * shape.K
-        early = load_rows(state, at, (at < (first + 1) * shape.V * shape.K) & stored, shape)
+        at = first * shape.V + part % tiling.PER_HEAD * tiling.BV + tl.arange(0, tiling.BV)
+        early = read_rows(state, at, (at < (first + 1) * shape.V) & stored, form, shape)
     q_scores, k_scores = _scores(
         inputs,
         ring.k,
@@ -76,7 +79,7 @@ def decode(
         if tiling.TILES == 1:
             tile = early
         else:
-            tile = load_rows(state, at_v * shape.K, in_v & stored, shape)
+            tile = read_rows(state, at_v, in_v & stored, form, shape)
         vs = load_f32(inputs.v + head * strides.v + channel, in_v)
         strength = 1.0
         if shape.BETA:

@@ -1,8 +1,8 @@
 """Device functions that the kernels share: rows of K elements, recurrence, the read of history.
 
-Anything with a K axis is a tuple of KC pieces [n, SIZE], 16 elements wide. A state tile then
-puts 4 lanes along K and 8 along V: a sum over K is additions in registers and two shuffles, where
-one [n, K] tensor would take five shuffles for every row. K need not be a power of two.
+Anything with a K axis is a tuple of KC pieces [n, SIZE], 16 elements wide (`columns`). A state tile
+then puts 4 lanes along K and 8 along V: a sum over K is additions in registers and two shuffles,
+where one [n, K] tensor would take five shuffles for every row. K need not be a power of two.
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ def wrapped(position, R: tl.constexpr):
 
 
 @triton.jit
+def columns(c, shape: tl.constexpr):
+    """Elements of K that are in piece c: neighbours, or what is alike in the bytes of a format."""
+    order: tl.constexpr = shape.ORDER
+    return tl.arange(0, SIZE) * order + (c // order * order * SIZE + c % order)
+
+
+@triton.jit
 def load_rows(base, at, there, shape: tl.constexpr):
     """n rows of K elements in FP32 from base + at [n]; zeros where not there [n]."""
     rows = ()
     for c in tl.static_range(shape.KC):
-        i = c * SIZE + tl.arange(0, SIZE)
+        i = columns(c, shape)
         mask = (
             there[:, None]
             if shape.K == shape.KC * SIZE
@@ -47,7 +54,7 @@ def load_row(base, there, shape: tl.constexpr):
     """One row [1, K] in FP32; zeros unless there."""
     row = ()
     for c in tl.static_range(shape.KC):
-        i = c * SIZE + tl.arange(0, SIZE)
+        i = columns(c, shape)
         row = row + (
             load_f32(base + i, there if shape.K == shape.KC * SIZE else there & (i < shape.K))[
                 None, :
@@ -60,7 +67,7 @@ def load_row(base, there, shape: tl.constexpr):
 def store_rows(base, at, there, rows, shape: tl.constexpr):
     """Store n rows of K elements to base + at [n] where there [n], in the pointer's dtype."""
     for c in tl.static_range(shape.KC):
-        i = c * SIZE + tl.arange(0, SIZE)
+        i = columns(c, shape)
         tl.store(
             base + at[:, None] + i[None, :],
             rows[c].to(base.dtype.element_ty),
@@ -72,7 +79,7 @@ def store_rows(base, at, there, rows, shape: tl.constexpr):
 def store_row(base, there, row, shape: tl.constexpr):
     """Store one row [1, K]."""
     for c in tl.static_range(shape.KC):
-        i = c * SIZE + tl.arange(0, SIZE)
+        i = columns(c, shape)
         tl.store(
             base + i[None, :],
             row[c].to(base.dtype.element_ty),
@@ -87,6 +94,25 @@ def zeros(n: tl.constexpr, shape: tl.constexpr):
     for _ in tl.static_range(shape.KC):
         rows = rows + (tl.zeros([n, SIZE], tl.float32),)
     return rows
+
+
+@triton.jit
+def joined(rows, shape: tl.constexpr):
+    """Pieces of K as one tile [n, KP] in order, zeros behind K."""
+    parts = rows
+    for _ in tl.static_range(shape.KP // SIZE - len(rows)):
+        parts = parts + (tl.zeros_like(rows[0]),)
+    n: tl.constexpr = rows[0].shape[0]
+    for level in tl.static_range(8):
+        if len(parts) > 1:
+            pairs = ()
+            for i in tl.static_range(len(parts) // 2):
+                both = tl.join(parts[2 * i], parts[2 * i + 1])
+                if (2 << level) > shape.ORDER:  # neighbours already: one behind the other
+                    both = tl.permute(both, [0, 2, 1])
+                pairs = pairs + (tl.reshape(both, [n, both.shape[1] * both.shape[2]]),)
+            parts = pairs
+    return parts[0]
 
 
 @triton.jit

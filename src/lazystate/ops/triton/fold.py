@@ -16,14 +16,15 @@ from lazystate.ops.triton.block import (
     load_tile,
     segments,
 )
-from lazystate.ops.triton.device import (
-    SIZE,
-    advance,
-    load_f32,
-    load_row,
-    load_rows,
-    store_rows,
-    wrapped,
+from lazystate.ops.triton.device import SIZE, advance, joined, load_f32, load_row, wrapped
+from lazystate.ops.triton.formats import (
+    LEAST_NORMAL,
+    NVFP4,
+    largest,
+    random_bits,
+    read_rows,
+    read_tile,
+    write_tile,
 )
 
 
@@ -34,62 +35,165 @@ def fold(
     stored,
     start,
     held,
-    state,
+    slot,
+    count,
+    seed,
+    checkpoint,
+    view,
     ring,
     LARGEST: tl.constexpr,
+    storing: tl.constexpr,
     tiling: tl.constexpr,
     shape: tl.constexpr,
 ):
     """Fold `held` records that end before ring position `start` into a program's tiles.
 
+    A format that needs a state's largest magnitude takes two passes over the tiles of a head.
+
     LARGEST: value channels of a tile at most, so that a kernel that serves other rows, too, needs
-    few registers.
+    few registers. count, seed: of stochastic rounding.
     """
     heads: tl.constexpr = (tiling.TILES + tiling.PER_HEAD - 1) // tiling.PER_HEAD
     tiles: tl.constexpr = tiling.TILES // heads
     BF: tl.constexpr = tiling.BV if tiling.BV < LARGEST else LARGEST
-    column = tl.arange(0, shape.KP)
+    passes: tl.constexpr = 2 if storing.TOTAL else 1
     for i in range(heads):
         n = part * tiling.TILES + i * tiles
         head = key_head * shape.GROUP + n // tiling.PER_HEAD
         inverses = ()
         if shape.ERASE and shape.RAW and not shape.CHANNEL:
             for b in tl.static_range(shape.BLOCKS):
-                first, count = start - held + b * SIZE, held - b * SIZE
-                inverses = inverses + (_inverse(ring, head, first, count, shape),)
-        for m in tl.range(0, tiles * (tiling.BV // BF), num_stages=tiling.STAGES):
-            channel = n % tiling.PER_HEAD * tiling.BV + m * BF + tl.arange(0, BF)
-            in_v = channel < shape.V
-            at_v = head * shape.V + channel
-            if shape.ERASE and shape.RAW and shape.CHANNEL:
-                first = start - held
-                _walk(state, ring, head, at_v, in_v, stored, first, held, shape)
-            else:
-                at = state + at_v[:, None] * shape.K + column[None, :]
-                inside = in_v[:, None] & (column < shape.K)[None, :]
-                tile = load_f32(at, inside & stored)
-                for b in tl.static_range(shape.BLOCKS):
-                    tile = _fold_block(
+                first, rest = start - held + b * SIZE, held - b * SIZE
+                inverses = inverses + (_inverse(ring, head, first, rest, shape),)
+        total = 0.0
+        for step in tl.static_range(passes):
+            for m in tl.range(0, tiles * (tiling.BV // BF), num_stages=tiling.STAGES):
+                channel = n % tiling.PER_HEAD * tiling.BV + m * BF + tl.arange(0, BF)
+                in_v = channel < shape.V
+                tile = _folded(
+                    checkpoint,
+                    ring,
+                    inverses,
+                    head,
+                    channel,
+                    in_v,
+                    stored,
+                    start,
+                    held,
+                    storing.checkpoint,
+                    shape,
+                )
+                if step + 1 < passes:
+                    most = largest(tile)
+                    bad = tl.max((in_v & (most != most)).to(tl.int32), 0)
+                    most = tl.max(tl.where(in_v & (most == most), most, 0.0), 0)
+                    broken = (bad > 0) | (total != total)
+                    total = tl.where(broken, float("nan"), tl.maximum(total, most))
+                else:
+                    _keep(
                         tile,
-                        inverses[b] if shape.ERASE and shape.RAW else 0.0,
-                        ring,
                         head,
-                        at_v,
+                        channel,
                         in_v,
-                        start - held + b * SIZE,
-                        held - b * SIZE,
+                        _scale(total),
+                        slot,
+                        count,
+                        seed,
+                        checkpoint,
+                        view,
+                        storing,
                         shape,
                     )
-                tl.store(at, tile.to(state.dtype.element_ty), mask=inside)
+        _keep_total(checkpoint, view, head, _scale(total), storing)  # once all tiles are read
 
 
 @triton.jit
-def _walk(state, ring, head, at_v, in_v, stored, first, held, shape: tl.constexpr):
-    """Raw records one after the other through the recurrence itself (Eq. 1, 2).
+def _keep_total(checkpoint, view, head, total, storing: tl.constexpr):
+    """Store the scale of an nvfp4 state of one head."""
+    if storing.checkpoint.KIND == NVFP4:
+        tl.store(checkpoint.total + head, total)
+    if storing.VIEW and storing.view.KIND == NVFP4:
+        tl.store(view.total + head, total)
+
+
+@triton.jit
+def _scale(most):
+    """FP32 scale of an nvfp4 state with this largest magnitude."""
+    scale = tl.math.div_rn(most, 2688.0)  # 448 * 6
+    return tl.where(scale < LEAST_NORMAL, 0.0, scale)
+
+
+@triton.jit
+def _folded(
+    checkpoint,
+    ring,
+    inverses,
+    head,
+    channel,
+    in_v,
+    stored,
+    start,
+    held,
+    form: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """A tile [BF, KP] of the exact state after the committed records."""
+    at_v = head * shape.V + channel
+    if shape.ERASE and shape.RAW and shape.CHANNEL:
+        there = in_v & stored
+        pieces = _walk(checkpoint, ring, head, at_v, in_v, there, start - held, held, form, shape)
+        tile = joined(pieces, shape)
+    else:
+        tile = read_tile(checkpoint, at_v, in_v & stored, form, shape)
+        for b in tl.static_range(shape.BLOCKS):
+            tile = _fold_block(
+                tile,
+                inverses[b] if shape.ERASE and shape.RAW else 0.0,
+                ring,
+                head,
+                at_v,
+                in_v,
+                start - held + b * SIZE,
+                held - b * SIZE,
+                shape,
+            )
+    return tile
+
+
+@triton.jit
+def _keep(
+    tile,
+    head,
+    channel,
+    in_v,
+    total,
+    slot,
+    count,
+    seed,
+    checkpoint,
+    view,
+    storing: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """Round one folded value into checkpoint and view: neither from the other."""
+    row = head * shape.V + channel
+    bits = None
+    if storing.STOCHASTIC:
+        bits = random_bits(seed, channel, head, slot, count, shape)
+    write_tile(checkpoint, tile, row, in_v, total, bits, storing.checkpoint, shape)
+    if storing.VIEW:
+        write_tile(view, tile, row, in_v, total, None, storing.view, shape)
+
+
+@triton.jit
+def _walk(
+    state, ring, head, at_v, in_v, there, first, held, form: tl.constexpr, shape: tl.constexpr
+):
+    """Raw records one after the other through the recurrence itself (Eq. 1, 2) -> pieces.
 
     With a decay per channel and erase, where the products between a block's keys would cost more.
     """
-    tile = load_rows(state, at_v * shape.K, in_v & stored, shape)
+    tile = read_rows(state, at_v, there, form, shape)
     for j in tl.range(0, held, loop_unroll_factor=2):
         place = wrapped(first + j, shape.R)
         tile = advance(
@@ -101,7 +205,7 @@ def _walk(state, ring, head, at_v, in_v, stored, first, held, shape: tl.constexp
             True,
             True,
         )
-    store_rows(state, at_v * shape.K, in_v, tile, shape)
+    return tile
 
 
 @triton.jit

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from lazystate.ops.pool import Pool
 from lazystate.ops.tables import tuned
-from lazystate.ops.triton.arguments import Tiling, inputs_of, pool_shape, ring_of
+from lazystate.ops.triton.arguments import (
+    Tiling,
+    inputs_of,
+    pool_shape,
+    ring_of,
+    seed_of,
+    states_of,
+    storing_of,
+)
 from lazystate.ops.triton.cursors import Rows
 from lazystate.ops.triton.step import step_kernel
 from lazystate.spec import LayerSpec
@@ -43,11 +51,6 @@ class Launch:
     fold_tiles: int = 1
     fold_warps: int = 1
 
-    @property
-    def folding(self) -> Launch:
-        """The launch of its own for the rows that fold."""
-        return Launch(self.fold_block_v, self.fold_tiles, self.stages, self.fold_warps)
-
     def tiling(self, value_dim: int) -> Tiling:
         """What the kernel is compiled for."""
         return Tiling(
@@ -79,6 +82,15 @@ def launch_of(pool: Pool, batch: int, tokens: int) -> Launch:
     return tuned(default, "replay", pool.spec, batch, tokens, pool.window, device)
 
 
+def _folding(launch: Launch, pool: Pool) -> Launch:
+    """The launch of its own for rows that fold; a state's largest number takes all of a head."""
+    block_v = launch.fold_block_v or min(16, triton.next_power_of_2(pool.spec.value_dim))
+    tiles = launch.fold_tiles if launch.fold_block_v else 1
+    if storing_of(pool).TOTAL:
+        tiles = max(tiles, triton.cdiv(pool.spec.value_dim, block_v))
+    return Launch(block_v, tiles, launch.stages, launch.fold_warps)
+
+
 def step(
     pool: Pool,
     rows: Rows,
@@ -103,8 +115,9 @@ def step(
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
     inputs, strides = inputs_of(q, k, v, log_decay, beta)
     ring, ring_slot = ring_of(pool)
-    fused = launch.fold_block_v == 0
-    for which, setting in ((2, launch),) if fused else ((1, launch.folding), (0, launch)):
+    storing, states = storing_of(pool), states_of(pool)
+    fused = launch.fold_block_v == 0 and storing.PLAIN
+    for which, setting in ((2, launch),) if fused else ((1, _folding(launch, pool)), (0, launch)):
         tiling = setting.tiling(spec.value_dim)
         grid = batch * spec.heads * triton.cdiv(spec.value_dim, setting.block_v) // setting.tiles
         step_kernel[(min(grid, FOLD_PROGRAMS) if which == 1 else grid,)](
@@ -114,15 +127,16 @@ def step(
             strides,
             skip,
             out,
-            pool.checkpoint,
-            pool.checkpoint.stride(0),
+            states,
             ring,
             ring_slot,
+            seed_of(pool),
             batch,
             T=tokens,
             WHICH=which,
+            storing=storing,
             tiling=tiling,
-            shape=pool_shape(pool),
+            shape=pool_shape(pool, which == 0),
             num_warps=setting.warps,
             num_stages=1,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lazystate.ops.triton.arguments import Inputs, Ring
+from lazystate.ops.triton.arguments import Inputs, Ring, Stored
 from lazystate.ops.triton.decode import decode
 from lazystate.ops.triton.fold import fold
 from lazystate.ops.triton.verify import verify
@@ -24,20 +24,21 @@ def step_kernel(
     strides,
     skip,
     out,
-    checkpoint,
-    checkpoint_slot,
+    states,
     ring,
     ring_slot,
+    seed,
     batch,
     T: tl.constexpr,
     WHICH: tl.constexpr,
+    storing: tl.constexpr,
     tiling: tl.constexpr,
     shape: tl.constexpr,
 ):
     """One model step of one layer; WHICH rows: 0 those that do not fold, 1 those that do, 2 all.
 
     meta: int64 [B, 8] and order: int32 [1 + B], see `Rows`. skip: [HV] or None. out: [B, T, HV, V].
-    checkpoint: [slots, HV, V, K]. The rest: see `arguments`.
+    seed: of stochastic rounding and the layer's number above it. The rest: see `arguments`.
     """
     programs: tl.constexpr = shape.HV * tiling.PER_HEAD // tiling.TILES  # of one row
     first = 0
@@ -56,12 +57,13 @@ def step_kernel(
             strides,
             skip,
             out,
-            checkpoint,
-            checkpoint_slot,
+            states,
             ring,
             ring_slot,
+            seed,
             T,
             WHICH,
+            storing,
             tiling,
             shape,
         )
@@ -76,12 +78,13 @@ def _row(
     strides,
     skip,
     out,
-    checkpoint,
-    checkpoint_slot,
+    states,
     ring,
     ring_slot,
+    seed,
     T: tl.constexpr,
     WHICH: tl.constexpr,
+    storing: tl.constexpr,
     tiling: tl.constexpr,
     shape: tl.constexpr,
 ):
@@ -100,7 +103,11 @@ def _row(
     if (slot < 0) | (length == 0):
         _clear(out, part, key_head, T, tiling, shape)
     else:
-        state = checkpoint + slot * checkpoint_slot
+        checkpoint = _at(states.checkpoint, states.checkpoint_slot, slot)
+        view = _at(states.view, states.view_slot, slot)
+        reads_view: tl.constexpr = storing.VIEW and WHICH == 0
+        source = view if reads_view else checkpoint
+        form: tl.constexpr = storing.view if reads_view else storing.checkpoint
         ring = Ring(
             ring.k + slot * ring_slot.k + key_head * shape.K,
             ring.v + slot * ring_slot.v,
@@ -109,10 +116,26 @@ def _row(
             ring.beta + slot * ring_slot.beta,
         )
         used = held
-        if WHICH != 0:
+        largest: tl.constexpr = 16 if WHICH == 2 else tiling.BV
+        if WHICH != 0 and storing.PLAIN:  # a row that folds reads what it has folded
             if due:
-                largest: tl.constexpr = 16 if WHICH == 2 else tiling.BV
-                fold(part, key_head, stored, start, held, state, ring, largest, tiling, shape)
+                fold(
+                    part,
+                    key_head,
+                    stored,
+                    start,
+                    held,
+                    slot,
+                    0,
+                    seed,
+                    checkpoint,
+                    view,
+                    ring,
+                    largest,
+                    storing,
+                    tiling,
+                    shape,
+                )
                 tl.debug_barrier()  # other lanes read what this one stored
             used = tl.where(due, 0, held)
             stored = stored | due
@@ -134,8 +157,9 @@ def _row(
                 strides.head,
                 skip,
                 out,
-                state,
+                source,
                 ring,
+                form,
                 tiling,
                 shape,
             )
@@ -151,12 +175,44 @@ def _row(
                 strides,
                 skip,
                 out,
-                state,
+                source,
                 ring,
                 T,
+                form,
                 tiling,
                 shape,
             )
+
+        if WHICH == 1 and not storing.PLAIN:  # rounding comes after the outputs
+            tl.debug_barrier()
+            count = tl.load(meta + row * 8 + 7)
+            fold(
+                part,
+                key_head,
+                stored,
+                start,
+                held,
+                slot,
+                count,
+                seed,
+                checkpoint,
+                view,
+                ring,
+                largest,
+                storing,
+                tiling,
+                shape,
+            )
+
+
+@triton.jit
+def _at(states, strides, slot):
+    """One slot's parts."""
+    return Stored(
+        states.elements + slot * strides.elements,
+        states.scales + slot * strides.scales,
+        states.total + slot * strides.total,
+    )
 
 
 @triton.jit

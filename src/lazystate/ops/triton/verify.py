@@ -18,6 +18,7 @@ from lazystate.ops.triton.block import (
     segments,
 )
 from lazystate.ops.triton.device import SIZE, load_f32, wrapped
+from lazystate.ops.triton.formats import read_tile
 
 
 @triton.jit
@@ -35,10 +36,14 @@ def verify(
     state,
     ring,
     T: tl.constexpr,
+    form: tl.constexpr,
     tiling: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """Outputs of `length` tokens for a program's tiles; their records, behind `used` others."""
+    """Outputs of `length` tokens for a program's tiles; their records, behind `used` others.
+
+    form: of the states that are read.
+    """
     TH: tl.constexpr = 8 if shape.ERASE and T <= 8 else 16  # rows of keys
     TX: tl.constexpr = 2 * TH if shape.ERASE else TH  # rows of all vectors
     narrow: tl.constexpr = ring.k.dtype.element_ty.primitive_bitwidth == 16
@@ -74,7 +79,7 @@ def verify(
         channel = n % tiling.PER_HEAD * tiling.BV + tl.arange(0, tiling.BV)
         in_v = channel < shape.V
         at_v = head * shape.V + channel
-        tile = load_tile(state, at_v * shape.K, in_v & stored, shape)
+        tile = read_tile(state, at_v, in_v & stored, form, shape)
         if (i == 0) | (n % tiling.PER_HEAD == 0):
             mixing, beta, upto, whole, reading, weights = _prepare(
                 x,
