@@ -20,7 +20,7 @@ import drift
 import ncu
 import run
 import tune
-from kernels import checks, folding, jobs, measure, tuning
+from kernels import checks, folding, jobs, low, measure, tuning
 from kernels.cases import LAYERS, Case, Ceilings
 from kernels.runs import Replay
 
@@ -72,6 +72,16 @@ def test_floors():
 
 
 SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("stored", [("nvfp4", None), ("fp16", "fp8")])
+def test_low_precision_rows_are_checked(stored):
+    """Two rows, reads alone and windows with folds, whose bytes are those of the formats."""
+    checkpoint, view = stored
+    one = case(checkpoint=checkpoint, view=view)
+    read, window = low.rows(one, CEILINGS)
+    assert read["us"] and window["us"]
+    assert read["state_bytes"] == one.view_bytes < window["state_bytes"]
 
 
 @pytest.mark.parametrize("kind", ["gdn", *(pytest.param(k, marks=SLOW) for k in ("mamba2", "kda"))])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
-
 from lazystate import LayerSpec
+from lazystate.formats import FORMATS
 from lazystate.planner import step_us
 from lazystate.presets import preset
 
@@ -43,7 +42,8 @@ class Case:
     Attributes:
         layer: its name. spec: its shape, without a convolution. batch: B.
         tokens: T of a step. kept: tokens of a step that are committed, 1 to T.
-        window: L of replay. checkpoint: dtype of the state.
+        window: L of replay. checkpoint, view: formats of the state and of what steps read of it;
+            without a view that is the checkpoint.
     """
 
     layer: str
@@ -52,14 +52,22 @@ class Case:
     tokens: int = 1
     kept: int = 1
     window: int = WINDOW
-    checkpoint: torch.dtype = torch.float32
+    checkpoint: str = "fp32"
+    view: str | None = None
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the batch's states in one layer."""
+        """Bytes of the batch's checkpoints in one layer."""
+        return self._bytes(self.checkpoint)
+
+    @property
+    def view_bytes(self) -> int:
+        """Bytes of the batch's states in one layer that a step without folds reads."""
+        return self._bytes(self.view or self.checkpoint)
+
+    def _bytes(self, form: str) -> int:
         spec = self.spec
-        elements = spec.heads * spec.key_dim * spec.value_dim
-        return self.batch * elements * self.checkpoint.itemsize
+        return self.batch * spec.heads * FORMATS[form].nbytes(spec.value_dim, spec.key_dim)
 
     @property
     def period(self) -> int:
@@ -68,7 +76,7 @@ class Case:
 
     def copies(self, largest: int = 64) -> int:
         """Layers that a graph goes through: enough for a cold L2, and to share the cursors."""
-        return min(max(4, int(COLD_BYTES / self.state_bytes) + 1), largest)
+        return min(max(4, int(COLD_BYTES / self.view_bytes) + 1), largest)
 
     def moved(self, method: str) -> tuple[float, float]:
         """Bytes of state that one step of the batch (read, writes), records not counted.
@@ -77,14 +85,12 @@ class Case:
             method: plain, snapshot, replay (over a whole cycle), fold or read (one step of rows
                 that all fold, or that do not).
         """
-        writes = {
-            "plain": 1.0,
-            "snapshot": float(self.tokens),
-            "replay": 1 / self.period,
-            "fold": 1.0,
-            "read": 0.0,
-        }
-        return self.state_bytes, self.state_bytes * writes[method]
+        folds = {"replay": 1 / self.period, "fold": 1.0, "read": 0.0}
+        if method not in folds:
+            return self.state_bytes, self.state_bytes * (1 if method == "plain" else self.tokens)
+        share = folds[method]
+        kept = self.state_bytes + (self.view_bytes if self.view else 0)
+        return self.view_bytes * (1 - share) + self.state_bytes * share, kept * share
 
     def floor_us(self, method: str, ceilings: Ceilings) -> float:
         """Microseconds that these bytes take: read at read, read and written at copy bandwidth."""
@@ -113,8 +119,8 @@ def row(
         "kept": case.kept,
         "impl": impl,
         "method": method,
-        "view": "full",
-        "checkpoint": str(case.checkpoint).removeprefix("torch."),
+        "view": case.view or "full",
+        "checkpoint": case.checkpoint,
         "window": case.window if method == "replay" else None,
         "phases": phases,
         "us": us,

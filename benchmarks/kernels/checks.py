@@ -28,21 +28,23 @@ def replay_error(run: Replay, launch: Launch | None = None) -> float:
     """Error of the first layer's outputs over the first cycle and a step: every row has folded.
 
     The rows that are followed are copied into a cache of the PyTorch backend, records and phases
-    included, which takes the same steps.
+    included, which takes the same steps. They keep their slots, on which the bits of stochastic
+    rounding depend.
     """
     case = run.case
     rows = picked(case.batch)
     twin = StateCache(
         case.spec,
-        len(rows),
+        case.batch,
         window=case.window,
         max_tokens=case.tokens,
         checkpoint=case.checkpoint,
+        view=case.view,
         device=DEVICE,
         backend="torch",
     )
-    slots = torch.arange(len(rows), device=DEVICE)
-    held = run.cache.export(run.rows[rows])
+    slots = run.rows[rows]
+    held = run.cache.export(slots)
     twin.import_(slots, {name: held[name] for name in twin.export(slots)})
     step = [x[rows] for x in run.steps[0]]
     kept = None if run.kept is None else run.kept[rows]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernels import measure
+from kernels import low, measure
 from kernels.cases import LAYERS, VERIFY, WINDOWS, Case, Ceilings
 
 Row = dict[str, Any]
@@ -46,6 +46,8 @@ class Job:
         if self.key is not None:
             return self.part, self.key
         settings = [measure.launch_of(case), *measure.tiles(case, snapshots=case.tokens > 1)]
+        if self.part == "low":
+            settings.append({"checkpoint": case.checkpoint, "view": case.view})
         special = case.batch == 1, case.batch % 16 == 0
         if self.part == "peers":  # which choose by batch
             settings.append({"batch": case.batch})
@@ -74,6 +76,7 @@ def jobs(parts: Sequence[str], layers: Sequence[str], batches: Sequence[int]) ->
         "peers": _peers,
         "drift": _drift,
         "ncu": _ncu,
+        "low": _low,
     }
     return [job for part in parts for job in made[part](layers, batches)]
 
@@ -141,6 +144,17 @@ def _verify(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
 def _fold(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
     cases = [Case(name, LAYERS[name], batch) for batch in _large(batches) for name in layers]
     return [Job("fold", case, measure.fold) for case in cases]
+
+
+def _low(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    chosen = [name for name in ("M2", "G2", "M1", "G1", "K1") if name in layers]
+    wanted = [batch for batch in (512, 32) if batch in batches] or [max(batches)]
+    return [
+        Job("low", case, low.rows)
+        for batch in wanted
+        for name in chosen
+        for case in low.cases(name, batch)
+    ]
 
 
 def _window(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:

@@ -11,6 +11,7 @@ from torch.nn.functional import normalize, softplus
 
 from kernels.cases import Case
 from lazystate import LayerSpec, StateCache
+from lazystate.formats import FORMATS
 from lazystate.ops import BackendName
 from lazystate.ops.triton.launch import Launch, step
 from lazystate.ops.triton.plain import plain_step
@@ -51,6 +52,7 @@ class Replay:
             window=case.window,
             max_tokens=case.tokens,
             checkpoint=case.checkpoint,
+            view=case.view,
             device=DEVICE,
             backend=backend,
         )
@@ -88,12 +90,12 @@ class Replay:
         for _ in range(steps or self.case.period):
             self.step(launch)
 
-    def stand(self) -> None:
+    def stand(self, launch: Launch | None = None) -> None:
         """One model step that is not committed, so that it can be repeated."""
         cache, backend = self.cache, self.cache._backend
         tokens, records = self.case.tokens, cache._records
         rows = backend.begin(cache._cursors, self.rows, None, tokens, cache.window, records)
-        self._layers(lambda layer, x: backend.step(cache._pools[layer], rows, *_all(x)))
+        self._layers(lambda layer, x: step(cache._pools[layer], rows, *_all(x), launch=launch))
 
     def _layers(self, one: Callable[[int, list[Tensor]], Tensor]) -> Tensor:
         outs = [one(i, self.steps[i % len(self.steps)]) for i in range(self.layers)]
@@ -117,7 +119,8 @@ class Plain:
         each = 1 + case.tokens if snapshots else 1
         shape = (case.batch * each, *case.spec.state_shape)
         self.pools = [
-            torch.randn(shape, device=DEVICE).mul_(0.1).to(case.checkpoint) for _ in range(layers)
+            torch.randn(shape, device=DEVICE).mul_(0.1).to(FORMATS[case.checkpoint].dtype)
+            for _ in range(layers)
         ]
         self.source = torch.randperm(case.batch, device=DEVICE) * each
         self.target = self.source
