@@ -13,7 +13,7 @@ from torch import Tensor
 from lazystate import StateCache
 from lazystate.formats import FORMATS, Rounding
 from lazystate.ops.states import States
-from lazystate.ops.triton.arguments import Stored, form_of, shape_of
+from lazystate.ops.triton.arguments import Stored, form_of, gate_of, shape_of
 from lazystate.ops.triton.device import columns
 from lazystate.ops.triton.formats import largest, random_bits, read_rows, read_tile, write_tile
 from lazystate.philox import state_bits
@@ -104,7 +104,10 @@ def test_bytes_are_those_of_the_formats(name: str, rounding: Rounding, key_dim: 
     states = States.allocate(form, 1, shape, torch.device(DEVICE))
     spec = layer("gdn", torch.float32, heads=3, key_heads=3, key_dim=key_dim, value_dim=6)
     seed = SEED[0] + (SEED[1] << 32)
-    options: dict[str, Any] = {"form": form_of(form, key_dim), "shape": shape_of(spec)}
+    options: dict[str, Any] = {
+        "form": form_of(form, key_dim),
+        "shape": shape_of(spec, gate_of(None, key_dim)),
+    }
     source = x.to(DEVICE)
     _write[(3,)](source, stored(states), seed, SLOT, COUNT, N=8, BITS=bits is not None, **options)
     for part, tensor in expected.items():
@@ -112,7 +115,7 @@ def test_bytes_are_those_of_the_formats(name: str, rounding: Rounding, key_dim: 
         same = (got == tensor) | (got != got) & (tensor != tensor)
         assert bool(same.all()), part
     order = 8 // form.bits if form.bits < 8 else 1
-    options["shape"] = shape_of(spec, order=order)
+    options["shape"] = shape_of(spec, gate_of(None, key_dim), order=order)
     out = torch.zeros(2, *shape, device=DEVICE)
     _read[(3,)](out, stored(states), N=8, **options)
     decoded = form.decode(expected, key_dim)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lazystate import checks, ops
 from lazystate.formats import Rounding
+from lazystate.gates import Prologue
 from lazystate.spec import LayerSpec
 
 
@@ -210,6 +211,7 @@ class StateCache:
         log_decay: Tensor,
         beta: Tensor | None = None,
         skip: Tensor | None = None,
+        prologue: Prologue | None = None,
     ) -> Tensor:
         """Outputs of T tokens in one layer (Eq. 8-14), e.g. `step(ticket, 0, *gates.gdn(...))`.
 
@@ -219,6 +221,9 @@ class StateCache:
                 compute dtype (FP32).
             beta: [B, T, HV], compute dtype, exactly where the spec has beta.
             skip: [HV] or [HV, V]: adds skip * v to the output (Mamba-2's D).
+            prologue: makes the step's inputs from raw ones, in the kernel where there is one: q and
+                k then come before normalisation, log_decay is the raw gate (dt, a) and beta the raw
+                b, both of any floating dtype (`gates.Raw`).
 
         Returns:
             [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length.
@@ -230,16 +235,17 @@ class StateCache:
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.step(ticket, layer, q, k, v, log_decay, beta, skip)
+                return self.step(ticket, layer, q, k, v, log_decay, beta, skip, prologue)
         spec = self._layer(ticket, layer)
         if layer in ticket._stepped:
             raise StepError(f"layer {layer} has already stepped in this model step")
         if spec.conv_channels and layer not in ticket._convolved:
             raise StepError(f"step before convolve in layer {layer}, whose spec has a convolution")
-        checks.inputs(spec, (ticket.slots.numel(), ticket.tokens), q, k, v, log_decay, beta, skip)
+        batch = ticket.slots.numel(), ticket.tokens
+        checks.inputs(spec, batch, q, k, v, log_decay, beta, skip, prologue)
         ticket._stepped.add(layer)
         pool = self._pools[layer]
-        out = self._backend.step(pool, ticket._rows, q, k, v, log_decay, beta, skip)
+        out = self._backend.step(pool, ticket._rows, q, k, v, log_decay, beta, skip, prologue)
         if (traffic := ops.active()) is not None:
             ops.count_step(traffic, pool, self._backend.census(ticket._rows))
         return out

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lazystate.formats import CHECKPOINTS, VIEWS, named
+from lazystate.gates import Prologue
 from lazystate.ops import Storage, Views
 from lazystate.spec import LayerSpec
 
@@ -99,17 +100,24 @@ def inputs(
     log_decay: Tensor,
     beta: Tensor | None,
     skip: Tensor | None,
+    prologue: Prologue | None,
 ) -> None:
     """The inputs of one step; batch is (B, T)."""
     tensor("q", q, (*batch, spec.key_heads, spec.key_dim), spec.activation)
     tensor("k", k, (*batch, spec.key_heads, spec.key_dim), spec.activation)
     tensor("v", v, (*batch, spec.heads, spec.value_dim), spec.activation)
-    tensor("log_decay", log_decay, (*batch, *spec.decay_shape), spec.compute)
-    if (beta is not None) != spec.beta:
-        needs = "a beta" if spec.beta else "no beta"
-        raise ValueError(f"beta: this layer's spec has {needs}, got {beta if beta is None else 1}")
+    compute = spec.compute if prologue is None else None
+    tensor("log_decay", log_decay, (*batch, *spec.decay_shape), compute)
+    takes = spec.beta
+    if prologue is not None:
+        _prologue(spec, prologue)
+        takes = prologue.kind != "mamba2"
+    if (beta is not None) != takes:
+        whose = "layer's spec" if prologue is None else f"{prologue.kind} prologue"
+        needs = "a beta" if takes else "no beta"
+        raise ValueError(f"beta: this {whose} has {needs}, got {beta if beta is None else 1}")
     if beta is not None:
-        tensor("beta", beta, (*batch, spec.heads), spec.compute)
+        tensor("beta", beta, (*batch, spec.heads), compute)
     if skip is None:
         return
     is_tensor("skip", skip)
@@ -118,6 +126,23 @@ def inputs(
             f"skip must have shape {[spec.heads]} or {[spec.heads, spec.value_dim]}, got "
             f"{list(skip.shape)}"
         )
+
+
+def _prologue(spec: LayerSpec, prologue: Prologue) -> None:
+    """A prologue that makes what the layer takes."""
+    if not isinstance(prologue, Prologue):
+        raise ValueError(f"prologue must be a gates.Prologue, got {type(prologue).__name__}")
+    channel = prologue.kind.startswith("kda")
+    made = ("channel" if channel else "scalar", prologue.kind != "mamba2", True)
+    if made != (spec.decay, spec.erase, spec.beta):
+        raise ValueError(
+            f"prologue makes inputs of a {prologue.kind} layer, but the spec has decay "
+            f"{spec.decay!r}, erase {spec.erase}, beta {spec.beta}"
+        )
+    tensor("prologue's A_log", prologue.A_log, (spec.heads,), None)
+    if prologue.dt_bias is not None:
+        rest = spec.key_dim if channel else 1
+        tensor("prologue's dt_bias", prologue.dt_bias, (spec.heads * rest,), None)
 
 
 def per_layer(name: str, given: Sequence, layers: int) -> None:

@@ -1,5 +1,8 @@
 """Prologues: a model's raw inputs to (q, k, v, log_decay, beta), one function per layer kind.
 
+A `Prologue` names such a function with a layer's weights and numbers, so that a kernel can do what
+it does while it loads the raw inputs.
+
 Gates leave here in FP32 (FP64 for FP64 activations) and are never narrowed again: a rounded beta
 or decay compounds over a whole generation. A normalised key is rounded once, to the activation
 dtype; the step, the ring and the fold all use that rounded key.
@@ -7,7 +10,8 @@ dtype; the step, the ring and the fold all use that rounded key.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +36,92 @@ class Inputs(NamedTuple):
     log_decay: Tensor
     beta: Tensor | None
     skip: Tensor | None = None
+
+
+Kind = Literal["mamba2", "gdn", "kda_softplus", "kda_bounded"]
+KINDS: tuple[Kind, ...] = ("mamba2", "gdn", "kda_softplus", "kda_bounded")
+
+
+@dataclass(frozen=True, eq=False)
+class Prologue:
+    """What turns a layer's raw inputs into those of a step: `StateCache.step(..., prologue=...)`.
+
+    Attributes:
+        kind: the function of this module that it stands for.
+        A_log: [HV]. dt_bias: [HV], for KDA [HV * K]; None for no bias.
+        scale: factor on q, K**-0.5 if None; eps: added to the squared norm of q and k. Not of
+            Mamba-2, whose B and C are taken as they are.
+        dt_limit: bounds of Mamba-2's time step.
+        beta_scale: of GDN, 2 where negative eigenvalues are allowed.
+        lower_bound: of a bounded KDA gate, below 0.
+
+    Raises:
+        ValueError: for an unknown kind, or a number that the kind does not have or allow.
+    """
+
+    kind: Kind
+    A_log: Tensor
+    dt_bias: Tensor | None = None
+    scale: float | None = None
+    eps: float = 1e-6
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    beta_scale: float = 1.0
+    lower_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        for name, kind, off in (
+            ("dt_limit", "mamba2", (0.0, float("inf"))),
+            ("beta_scale", "gdn", 1.0),
+            ("lower_bound", "kda_bounded", 0.0),
+        ):
+            if self.kind != kind and getattr(self, name) != off:
+                raise ValueError(f"{name} is for {kind} only, got it for {self.kind}: leave it out")
+        if self.kind == "gdn" and self.dt_bias is None:
+            raise ValueError("dt_bias must be a tensor for gdn, got None")
+        if self.kind == "kda_bounded":
+            _check_bound(self.lower_bound)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, b: Tensor | None) -> Inputs:
+        """A step's inputs from raw ones: C, B, x, dt and None for Mamba-2; q, k, v, a, b for GDN;
+        q, k, v, gate, b for KDA; shapes as in this module's functions.
+        """
+        if self.kind == "mamba2":
+            own = {"A_log": self.A_log, "dt_bias": self.dt_bias}
+            return mamba2(v, k, q, gate, **own, dt_limit=self.dt_limit)
+        assert b is not None
+        shared = {"A_log": self.A_log, "scale": self.scale, "eps": self.eps}
+        if self.kind == "gdn":
+            assert self.dt_bias is not None
+            more = {"dt_bias": self.dt_bias, "beta_scale": self.beta_scale}
+            return gdn(q, k, v, gate, b, **shared, **more)
+        if self.kind == "kda_softplus":
+            return kda_softplus(q, k, v, gate, b, **shared, dt_bias=self.dt_bias)
+        more = {"dt_bias": self.dt_bias, "lower_bound": self.lower_bound}
+        return kda_bounded(q, k, v, gate, b, **shared, **more)
+
+
+class Raw(NamedTuple):
+    """What one step of a layer with a prologue takes, in the order of `StateCache.step`.
+
+    Attributes:
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. gate: [B, T, HV] or [B, T, HV, K].
+        b: [B, T, HV], or None for Mamba-2. skip: as in `Inputs`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    b: Tensor | None
+    skip: Tensor | None
+    prologue: Prologue
+
+    def prepared(self) -> Inputs:
+        """The same as a step without a prologue takes it."""
+        made = self.prologue.prepare(self.q, self.k, self.v, self.gate, self.b)
+        return made._replace(skip=self.skip)
 
 
 def mamba2(
@@ -133,11 +223,7 @@ def kda_bounded(
     Raises:
         ValueError: if `lower_bound` is not negative.
     """
-    if not lower_bound < 0:
-        raise ValueError(
-            f"lower_bound must be negative (a log-decay), got {lower_bound}; for a gate without a "
-            "bound call kda_softplus"
-        )
+    _check_bound(lower_bound)
     compute = _compute(v)
     gate = _per_head(A_log, compute).exp() * _biased(gate, dt_bias, compute)
     log_decay = lower_bound * torch.sigmoid(gate)
@@ -164,6 +250,14 @@ def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Inputs:
     """
     log_decay = (-slope.to(_compute(v))).expand(*v.shape[:2], -1)
     return Inputs(q, k, v, log_decay, None)
+
+
+def _check_bound(lower_bound: float) -> None:
+    if not lower_bound < 0:
+        raise ValueError(
+            f"lower_bound must be negative (a log-decay), got {lower_bound}; for a gate without a "
+            "bound use kda_softplus"
+        )
 
 
 def _compute(x: Tensor) -> torch.dtype:

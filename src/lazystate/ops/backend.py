@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from lazystate.gates import Prologue
 from lazystate.ops.pool import Cursors, Pool
 
 
@@ -58,6 +59,7 @@ class Backend(Protocol):
         log_decay: Tensor,
         beta: Tensor | None,
         skip: Tensor | None,
+        prologue: Prologue | None,
     ) -> Tensor:
         """Outputs [B, T, HV, V], activation dtype, of T new tokens, whose records are appended;
         rows that are due are folded (Eq. 8-14). Arguments as in `StateCache.step`.

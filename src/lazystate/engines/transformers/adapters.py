@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lazystate import gates
+from lazystate.gates import Prologue, Raw
 from lazystate.spec import LayerSpec
 
 # A stock mixer. Its attributes are the class's own, so no common type describes them.
@@ -46,7 +46,7 @@ class Adapter:
 
     spec: Callable[[Module, torch.dtype], LayerSpec]
     project: Callable[[Module, Tensor], Projected]
-    inputs: Callable[[Module, Tensor, tuple[Tensor, ...]], gates.Inputs]
+    inputs: Callable[[Module, Tensor, tuple[Tensor, ...]], Raw]
     finish: Callable[[Module, Tensor, Tensor], Tensor]
     key_first: bool
     masks_conv: bool
@@ -76,21 +76,14 @@ def _mamba2_project(module: Module, hidden: Tensor) -> Projected:
     return _mamba2_split(module, module.in_proj(hidden))
 
 
-def _mamba2_inputs(module: Module, mixed: Tensor, raw: tuple[Tensor, ...]) -> gates.Inputs:
+def _mamba2_inputs(module: Module, mixed: Tensor, raw: tuple[Tensor, ...]) -> Raw:
     """The time step is not clipped to `time_step_limit`: stock decoding does not clip it either."""
     keys = module.n_groups * module.ssm_state_size
     x, B, C = mixed.split([module.intermediate_size, keys, keys], -1)
     shape = (*mixed.shape[:2], module.n_groups, module.ssm_state_size)
     x = x.view(*mixed.shape[:2], module.num_heads, module.head_dim)
-    return gates.mamba2(
-        x,
-        B.view(shape),
-        C.view(shape),
-        raw[0],
-        A_log=module.A_log,
-        dt_bias=module.dt_bias,
-        D=module.D,
-    )
+    prologue = Prologue("mamba2", module.A_log, module.dt_bias)
+    return Raw(C.view(shape), B.view(shape), x, raw[0], None, module.D, prologue)
 
 
 def _mamba2_finish(module: Module, out: Tensor, gate: Tensor) -> Tensor:
@@ -145,18 +138,13 @@ def _olmo_project(module: Module, hidden: Tensor) -> Projected:
     return Projected(_separate_qkv(module, hidden), module.g_proj(hidden), raw)
 
 
-def _gdn_inputs(module: Module, mixed: Tensor, raw: tuple[Tensor, ...]) -> gates.Inputs:
+def _gdn_inputs(module: Module, mixed: Tensor, raw: tuple[Tensor, ...]) -> Raw:
     q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], -1)
     shape = (*mixed.shape[:2], module.num_k_heads, module.head_k_dim)
-    return gates.gdn(
-        q.view(shape),
-        k.view(shape),
-        v.view(*mixed.shape[:2], module.num_v_heads, module.head_v_dim),
-        *raw,
-        A_log=module.A_log,
-        dt_bias=module.dt_bias,
-        beta_scale=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
-    )
+    v = v.view(*mixed.shape[:2], module.num_v_heads, module.head_v_dim)
+    beta_scale = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
+    prologue = Prologue("gdn", module.A_log, module.dt_bias, beta_scale=beta_scale)
+    return Raw(q.view(shape), k.view(shape), v, *raw, None, prologue)
 
 
 def _gdn_finish(module: Module, out: Tensor, gate: Tensor) -> Tensor:
@@ -189,19 +177,13 @@ def _kda_project(module: Module, hidden: Tensor) -> Projected:
     return Projected(_separate_qkv(module, hidden), module.g_b_proj(module.g_a_proj(hidden)), raw)
 
 
-def _kda_inputs(module: Module, mixed: Tensor, raw: tuple[Tensor, ...]) -> gates.Inputs:
+def _kda_inputs(module: Module, mixed: Tensor, raw: tuple[Tensor, ...]) -> Raw:
     """Kimi Linear has the unbounded gate family."""
     shape = (*mixed.shape[:2], module.num_heads, module.head_dim)
     q, k, v = (part.view(shape) for part in mixed.split(module.qkv_dim, -1))
-    return gates.kda_softplus(
-        q,
-        k,
-        v,
-        raw[0].view(shape),
-        raw[1],
-        A_log=module.forget_gate.A_log,
-        dt_bias=module.forget_gate.dt_bias,
-    )
+    forget = module.forget_gate
+    prologue = Prologue("kda_softplus", forget.A_log.flatten(), forget.dt_bias.flatten())
+    return Raw(q, k, v, raw[0].view(shape), raw[1], None, prologue)
 
 
 def _kda_finish(module: Module, out: Tensor, gate: Tensor) -> Tensor:

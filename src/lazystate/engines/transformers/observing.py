@@ -53,7 +53,7 @@ class Observed:
         conv, past = module.conv1d, module.conv_kernel_size - 1
         x = F.pad(projected.conv.mT, (past, 0))
         mixed = F.silu(F.conv1d(x, conv.weight, conv.bias, groups=x.shape[1])).mT
-        inputs = adapter.inputs(module, mixed, projected.raw)
+        inputs = adapter.inputs(module, mixed, projected.raw).prepared()
         spec = adapter.spec(module, inputs.v.dtype)
         found = run(spec, inputs, self.window, first=self.first)
         other = self.observer(self.index, found)

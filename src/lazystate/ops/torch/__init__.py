@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lazystate.gates import Prologue
 from lazystate.ops.pool import Pool
 from lazystate.ops.torch import conv, fold
 from lazystate.ops.torch import step as output
@@ -24,8 +25,11 @@ def step(
     log_decay: Tensor,
     beta: Tensor | None,
     skip: Tensor | None,
+    prologue: Prologue | None = None,
 ) -> Tensor:
     """See `Backend.step`."""
+    if prologue is not None:
+        q, k, v, log_decay, beta, _ = prologue.prepare(q, k, v, log_decay, beta)
     q, k, v, log_decay = (gather_rows(rows, x) for x in (q, k, v, log_decay))
     beta = None if beta is None else gather_rows(rows, beta)
     out = output.step(pool, rows, q, k, v, log_decay, beta)

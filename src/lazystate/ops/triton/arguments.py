@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lazystate.formats import Format
+from lazystate.gates import Prologue
 from lazystate.ops.pool import CastView, Pool
 from lazystate.ops.states import States
 from lazystate.spec import LayerSpec
@@ -19,13 +20,18 @@ PIECE = 16  # elements of a piece of K, and records of a block: a block is one m
 
 
 class Inputs(NamedTuple):
-    """What a step is given: pointers, or their strides of one axis, in elements."""
+    """What a step is given: pointers, or their strides of one axis, in elements.
+
+    A_log and dt_bias are a prologue's, dense and the same for all tokens.
+    """
 
     q: Any
     k: Any
     v: Any
     log_decay: Any
     beta: Any
+    A_log: Any
+    dt_bias: Any
 
 
 class Strides(NamedTuple):
@@ -77,6 +83,28 @@ class Constants:
 
 
 @dataclass(frozen=True)
+class Gate(Constants):
+    """What is done to inputs as they are loaded.
+
+    Attributes:
+        KIND: "none" for prepared inputs, or a `Prologue`'s kind. BIAS: whether it has dt_bias.
+        NORM: whether q and k are normalised, with EPS, and q then multiplied by SCALE.
+        LIMITED: whether dt_limit is given, LEAST, MOST. BETA_SCALE, BOUND: beta_scale, lower_bound.
+    """
+
+    KIND: str
+    BIAS: bool
+    NORM: bool
+    EPS: float
+    SCALE: float
+    LIMITED: bool
+    LEAST: float
+    MOST: float
+    BETA_SCALE: float
+    BOUND: float
+
+
+@dataclass(frozen=True)
 class Shape(Constants):
     """A layer, and its ring.
 
@@ -88,6 +116,7 @@ class Shape(Constants):
         ERASE, CHANNEL, BETA: see `LayerSpec`.
         R: positions of the ring, 0 in the conventional step, which has none. BLOCKS: of 16 records
             in a window. RAW: whether folds use raw records.
+        gate: of the inputs.
     """
 
     HV: int
@@ -108,6 +137,7 @@ class Shape(Constants):
     R: int
     BLOCKS: int
     RAW: bool
+    gate: Gate
 
 
 @dataclass(frozen=True)
@@ -225,9 +255,45 @@ def seed_of(pool: Pool) -> int:
     return seed + (layer << 32)
 
 
+def gate_of(prologue: Prologue | None, key_dim: int) -> Gate:
+    """The constants of a prologue."""
+    if prologue is None:
+        return _gate("none", False, 0.0, 1.0, (0.0, 0.0), 1.0, 0.0)
+    scale = key_dim**-0.5 if prologue.scale is None else prologue.scale
+    return _gate(
+        prologue.kind,
+        prologue.dt_bias is not None,
+        prologue.eps,
+        scale,
+        prologue.dt_limit,
+        prologue.beta_scale,
+        prologue.lower_bound,
+    )
+
+
+@cache
+def _gate(
+    kind: str,
+    bias: bool,
+    eps: float,
+    scale: float,
+    limit: tuple[float, float],
+    beta_scale: float,
+    bound: float,
+) -> Gate:
+    norm = kind not in ("none", "mamba2")
+    limited = kind == "mamba2" and limit != (0.0, float("inf"))
+    return Gate(kind, bias, norm, eps, scale, limited, *limit, beta_scale, bound)
+
+
 @cache
 def shape_of(
-    spec: LayerSpec, window: int = 0, records: int = 0, raw: bool = True, order: int = 1
+    spec: LayerSpec,
+    gate: Gate,
+    window: int = 0,
+    records: int = 0,
+    raw: bool = True,
+    order: int = 1,
 ) -> Shape:
     """The constants that a kernel takes from a layer, and from its ring if it has one.
 
@@ -253,24 +319,34 @@ def shape_of(
         R=records,
         BLOCKS=triton.cdiv(window, PIECE),
         RAW=raw,
+        gate=gate,
     )
 
 
-def pool_shape(pool: Pool, viewed: bool) -> Shape:
+def pool_shape(pool: Pool, viewed: bool, prologue: Prologue | None) -> Shape:
     """The constants of a pool's layer and ring, for reading its views or its checkpoints."""
     ring, states = pool.ring, pool.states
     if viewed and isinstance(pool.view, CastView):
         states = pool.view.states
     raw = ring.v is not None
-    return shape_of(pool.spec, pool.window, ring.k.shape[1], raw, _per_byte(states.form))
+    gate = gate_of(prologue, pool.spec.key_dim)
+    return shape_of(pool.spec, gate, pool.window, ring.k.shape[1], raw, _per_byte(states.form))
 
 
 def inputs_of(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    prologue: Prologue | None,
 ) -> tuple[Inputs, Strides]:
-    """A step's inputs [B, T, heads, ...] and their strides."""
-    inputs = Inputs(q, k, v, log_decay, log_decay if beta is None else beta)
-    return inputs, Strides(*(Inputs(*(x.stride(axis) for x in inputs)) for axis in range(3)))
+    """A step's inputs [B, T, heads, ...] and their strides; what is absent is never used."""
+    moving = (q, k, v, log_decay, log_decay if beta is None else beta)
+    A_log = log_decay if prologue is None else prologue.A_log
+    bias = A_log if prologue is None or prologue.dt_bias is None else prologue.dt_bias
+    strides = (Inputs(*(x.stride(axis) for x in moving), 0, 0) for axis in range(3))
+    return Inputs(*moving, A_log, bias), Strides(*strides)
 
 
 def ring_of(pool: Pool) -> tuple[Ring, Ring]:

@@ -15,13 +15,19 @@ from lazystate.ops.triton.device import (
     decayed,
     dot_k,
     load_f32,
-    load_row,
     load_rows,
     store_row,
     wrapped,
     zeros,
 )
 from lazystate.ops.triton.formats import read_rows
+from lazystate.ops.triton.gates import (
+    channel_decay,
+    load_channel_gates,
+    load_gates,
+    load_vector,
+    normalised,
+)
 
 
 @triton.jit
@@ -46,8 +52,8 @@ def decode(
     form: of the states that are read.
     """
     first = key_head * shape.GROUP + part * tiling.TILES // tiling.PER_HEAD
-    qs = load_row(inputs.q, True, shape)
-    ks = load_row(inputs.k, True, shape)
+    qs, q_unit = load_vector(inputs.q, shape.gate.SCALE, shape)
+    ks, k_unit = load_vector(inputs.k, 1.0, shape)
     fresh_key = ks
     gate = ()
     early = ()
@@ -56,16 +62,19 @@ def decode(
         early = read_rows(state, at, (at < (first + 1) * shape.V) & stored, form, shape)
     q_scores, k_scores = _scores(
         inputs,
+        strides,
+        q_unit,
+        k_unit,
         ring.k,
         ring.log_decay + first * shape.G,
-        inputs.log_decay + first * strides.log_decay,
+        first,
         start,
         used,
         shape,
     )
     own = tl.sum(dot_k(ks, qs), 0)
     if shape.CHANNEL:
-        gate = load_row(inputs.log_decay + first * strides.log_decay, True, shape)
+        gate = load_channel_gates(inputs, strides, first, 0, shape)
         total = _total(ring.log_decay + first * shape.G, start, used, shape.GATES, shape)
         since = add(total, gate)
         qs = decayed(qs, since)
@@ -81,13 +90,9 @@ def decode(
         else:
             tile = read_rows(state, at_v, in_v & stored, form, shape)
         vs = load_f32(inputs.v + head * strides.v + channel, in_v)
-        strength = 1.0
-        if shape.BETA:
-            strength = tl.load(inputs.beta + head * strides.beta).to(tl.float32)
-        g = 0.0
+        g, strength = load_gates(inputs, strides, head, 0, 0, True, shape)
         last = 0.0
         if not shape.CHANNEL:
-            g = tl.load(inputs.log_decay + head * strides.log_decay)
             oldest = ring.log_decay + head + wrapped(start - used, shape.R) * shape.HV
             last = tl.load(oldest, mask=used > 0, other=0.0)
         q_past, k_past, later = _past(
@@ -173,21 +178,25 @@ def _read(tile, qs, ks, ERASE: tl.constexpr):
 
 
 @triton.jit
-def _scores(inputs, keys, gates, gate, start, used, shape: tl.constexpr):
+def _scores(inputs, strides, q_unit, k_unit, keys, gates, head, start, used, shape: tl.constexpr):
     """Inner products of the committed keys with q and k, a [SIZE] a block of records.
 
     With CHANNEL they are decayed from each record to the token; otherwise the same for all value
     heads of the key head, which decay them.
+
+    q_unit, k_unit: what q and k are multiplied by, [1]. keys, gates: the ring's, of the head.
     """
     column = tl.arange(0, shape.KP)
     in_k = column < shape.K
-    query = load_f32(inputs.q + column, in_k)
-    key = load_f32(inputs.k + column, in_k)
+    dtype: tl.constexpr = inputs.k.dtype.element_ty
+    query = normalised(load_f32(inputs.q + column, in_k), q_unit, dtype, shape)
+    key = normalised(load_f32(inputs.k + column, in_k), k_unit, dtype, shape)
     q_scores = ()
     k_scores = ()
     later = tl.zeros([shape.KP], tl.float32)
     if shape.CHANNEL:
-        later += load_f32(gate + column, in_k)
+        raw = load_f32(inputs.log_decay + head * strides.log_decay + column, in_k)
+        later += channel_decay(raw, head, column, inputs, shape)
     for b in tl.static_range(shape.BLOCKS):
         recent = b * SIZE + tl.arange(0, SIZE)
         place = wrapped(start - 1 - recent, shape.R)

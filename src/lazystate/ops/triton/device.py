@@ -22,6 +22,24 @@ def load_f32(pointer, mask):
 
 
 @triton.jit
+def bf16_nearest(x):
+    """FP32 rounded to BF16, to nearest even, in bits: NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return tl.where(x != x, x, even.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """FP32 rounded to a dtype and back; by hand to BF16, for the interpreter, whose cast cuts."""
+    if dtype == tl.bfloat16:
+        x = bf16_nearest(x)
+    else:
+        x = x.to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
 def wrapped(position, R: tl.constexpr):
     """A position in -R..R-1 as one in 0..R-1."""
     return tl.where(position < 0, position + R, position)

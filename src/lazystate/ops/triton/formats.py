@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lazystate.ops.triton.device import SIZE, columns, load_f32
+from lazystate.ops.triton.device import SIZE, bf16_nearest, columns, load_f32
 
 LEAST_NORMAL = tl.constexpr(2.0**-126)
 DENSE = tl.constexpr("dense")
@@ -130,7 +130,7 @@ def write_tile(state, tile, row, there, total, bits, form: tl.constexpr, shape: 
         if bits is not None:
             value = _stochastic_cast(tile, bits, form)
         if form.LOWEST == -126 and form.BITS == 16:  # BF16, for the interpreter, whose cast cuts
-            value = _bf16_nearest(value)
+            value = bf16_nearest(value)
         tl.store(at, value.to(state.elements.dtype.element_ty), mask=there[:, None] & (k < shape.K))
     else:
         n: tl.constexpr = tile.shape[0]
@@ -175,17 +175,9 @@ def _stored_unit(state, most, row, there, total, UP: tl.constexpr, form: tl.cons
             unit = tl.where(
                 unit > 3.3895313892515355e38, 3.3895313892515355e38, unit
             )  # BF16's largest
-            unit = _bf16_nearest(unit)
+            unit = bf16_nearest(unit)
         tl.store(at, unit.to(state.scales.dtype.element_ty), mask=mask)
     return tl.where(unit < LEAST_NORMAL, 0.0, unit)
-
-
-@triton.jit
-def _bf16_nearest(x):
-    """FP32 rounded to BF16, to nearest even, in bits: NaN stays NaN."""
-    bits = x.to(tl.uint32, bitcast=True)
-    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return tl.where(x != x, x, even.to(tl.float32, bitcast=True))
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lazystate.gates import Prologue
 from lazystate.ops.pool import Pool
 from lazystate.ops.tables import tuned
 from lazystate.ops.triton.arguments import (
@@ -100,6 +101,7 @@ def step(
     log_decay: Tensor,
     beta: Tensor | None,
     skip: Tensor | None,
+    prologue: Prologue | None = None,
     launch: Launch | None = None,
 ) -> Tensor:
     """One step of one layer, see `Backend.step`; skip: [HV] or None.
@@ -113,7 +115,7 @@ def step(
     batch, tokens = q.shape[:2]
     launch = launch or launch_of(pool, batch, tokens)
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
-    inputs, strides = inputs_of(q, k, v, log_decay, beta)
+    inputs, strides = inputs_of(q, k, v, log_decay, beta, prologue)
     ring, ring_slot = ring_of(pool)
     storing, states = storing_of(pool), states_of(pool)
     fused = launch.fold_block_v == 0 and storing.PLAIN
@@ -136,7 +138,7 @@ def step(
             WHICH=which,
             storing=storing,
             tiling=tiling,
-            shape=pool_shape(pool, which == 0),
+            shape=pool_shape(pool, which == 0, prologue),
             num_warps=setting.warps,
             num_stages=1,
         )

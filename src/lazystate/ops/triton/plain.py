@@ -11,16 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lazystate.gates import Prologue
 from lazystate.ops.tables import setting
-from lazystate.ops.triton.arguments import inputs_of, shape_of
+from lazystate.ops.triton.arguments import gate_of, inputs_of, shape_of
 from lazystate.ops.triton.device import (
     advance,
     dot_k,
     load_f32,
-    load_row,
     load_rows,
     store_rows,
 )
+from lazystate.ops.triton.gates import load_channel_gates, load_gates, load_vector
 from lazystate.spec import LayerSpec
 
 
@@ -53,17 +54,15 @@ def plain_kernel(
     query = inputs.q + row * strides.row.q + key_head * strides.head.q
     key = inputs.k + row * strides.row.k + key_head * strides.head.k
     value = inputs.v + row * strides.row.v + head * strides.head.v + channel
-    gate = inputs.log_decay + row * strides.row.log_decay + head * strides.head.log_decay
-    beta = inputs.beta + row * strides.row.beta + head * strides.head.beta
     for s in range(T):
-        qs = load_row(query + s * strides.token.q, True, shape)
-        ks = load_row(key + s * strides.token.k, True, shape)
+        qs, _ = load_vector(query + s * strides.token.q, shape.gate.SCALE, shape)
+        ks, _ = load_vector(key + s * strides.token.k, 1.0, shape)
         vs = load_f32(value + s * strides.token.v, in_v)
-        at_gate = gate + s * strides.token.log_decay
-        g = load_row(at_gate, True, shape) if shape.CHANNEL else tl.load(at_gate)
-        strength = 1.0
-        if shape.BETA:
-            strength = tl.load(beta + s * strides.token.beta)
+        at_decay = row * strides.row.log_decay + s * strides.token.log_decay
+        at_beta = row * strides.row.beta + s * strides.token.beta
+        g, strength = load_gates(inputs, strides.head, head, at_decay, at_beta, True, shape)
+        if shape.CHANNEL:
+            g = load_channel_gates(inputs, strides.head, head, at_decay, shape)
         state = advance(state, ks, vs, g, strength, shape.ERASE, shape.CHANNEL)
         o = dot_k(state, qs)
         if skip is not None:
@@ -86,6 +85,7 @@ def plain_step(
     log_decay: Tensor,
     beta: Tensor | None = None,
     skip: Tensor | None = None,
+    prologue: Prologue | None = None,
     *,
     block_v: int | None = None,
     warps: int | None = None,
@@ -95,7 +95,7 @@ def plain_step(
     Args:
         states: [slots, HV, V, K], dense behind the slot. source: int64 [B] slots to read, negative
             on padded rows. target: int64 [B] slots to write, or [B, T] for a snapshot a token.
-        q, k, v, log_decay, beta, skip: as in `StateCache.step`; skip is [HV].
+        q, k, v, log_decay, beta, skip, prologue: as in `StateCache.step`; skip is [HV].
         block_v, warps: value channels of a program and its warps; None for what is tuned.
 
     Returns:
@@ -108,7 +108,7 @@ def plain_step(
     block_v = block_v or tuned.get("block_v", 8)
     warps = warps or tuned.get("warps", 1)
     out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
-    inputs, strides = inputs_of(q, k, v, log_decay, beta)
+    inputs, strides = inputs_of(q, k, v, log_decay, beta, prologue)
     plain_kernel[(batch * spec.heads * triton.cdiv(spec.value_dim, block_v),)](
         source,
         target,
@@ -121,7 +121,7 @@ def plain_step(
         T=tokens,
         BV=block_v,
         SNAPSHOTS=snapshots,
-        shape=shape_of(spec),
+        shape=shape_of(spec, gate_of(prologue, spec.key_dim)),
         num_warps=warps,
     )
     return out

@@ -145,6 +145,8 @@ def _row(
             inputs.v + row * strides.row.v,
             inputs.log_decay + row * strides.row.log_decay,
             inputs.beta + row * strides.row.beta,
+            inputs.A_log,
+            inputs.dt_bias,
         )
         if T == 1:
             decode(

@@ -19,6 +19,12 @@ from lazystate.ops.triton.block import (
 )
 from lazystate.ops.triton.device import SIZE, load_f32, wrapped
 from lazystate.ops.triton.formats import read_tile
+from lazystate.ops.triton.gates import (
+    channel_decay,
+    load_gates,
+    normalise_rows,
+    normalised,
+)
 
 
 @triton.jit
@@ -57,6 +63,8 @@ def verify(
     place = wrapped(start + token - shape.R, shape.R)
     own = load_tile(inputs.k, token * strides.token.k, writes_row, shape)
     x = load_tile(inputs.q, token * strides.token.q, reads_row, shape)
+    own, k_unit = normalise_rows(own, 1.0, inputs.k.dtype.element_ty, shape)
+    x, q_unit = normalise_rows(x, shape.gate.SCALE, inputs.k.dtype.element_ty, shape)
     if shape.ERASE:
         x += own
     # without a decay per channel the same for all heads that share the keys
@@ -83,6 +91,8 @@ def verify(
         if (i == 0) | (n % tiling.PER_HEAD == 0):
             mixing, beta, upto, whole, reading, weights = _prepare(
                 x,
+                k_unit,
+                q_unit,
                 own_scores,
                 token,
                 length,
@@ -145,6 +155,8 @@ def verify(
 @triton.jit
 def _prepare(
     x,
+    k_unit,
+    q_unit,
     own_scores,
     token,
     length,
@@ -170,16 +182,19 @@ def _prepare(
     index = tl.arange(0, TX)
     column = tl.arange(0, shape.KP)
     writes_row = (token < length) & (index < TH)
-    at_gate = inputs.log_decay + head * strides.head.log_decay
+    at_decay = token * strides.token.log_decay
+    at_beta = token * strides.token.beta
+    log_decay, beta = load_gates(inputs, strides.head, head, at_decay, at_beta, writes_row, shape)
     step: tl.constexpr = shape.HV * shape.K if shape.CHANNEL else shape.HV
     whole = 1.0
     if shape.CHANNEL:
-        scores = _channel_scores(inputs, strides.token, at_gate, length, TX, TH, shape)
-        gates = load_tile(at_gate, token * strides.token.log_decay, writes_row, shape)
+        scores = _channel_scores(inputs, strides, k_unit, q_unit, head, length, TH, shape)
+        at_gate = inputs.log_decay + head * strides.head.log_decay
+        gates = _channel_gates(at_gate, at_decay, writes_row, head, inputs, shape)
         prefix = tl.cumsum(gates, 0)
         if shape.ERASE:
             again = (token < length) & (index >= TH)
-            again = load_tile(at_gate, token * strides.token.log_decay, again, shape)
+            again = _channel_gates(at_gate, at_decay, again, head, inputs, shape)
             prefix = tl.where((index < TH)[:, None], prefix, tl.cumsum(again, 0))
         reading = x * tl.exp(prefix)
         weights, total = _weights(reading, ring, head, start, used, shape)
@@ -191,22 +206,26 @@ def _prepare(
             mask=(writes_row & leading)[:, None] & (column < shape.K)[None, :],
         )
     else:
-        gates = load_f32(at_gate + token * strides.token.log_decay, writes_row)
         newer = (token + 1 < length) & (index < TH)
-        newer = load_f32(at_gate + (token + 1) * strides.token.log_decay, newer)
+        newer, _ = load_gates(
+            inputs,
+            strides.head,
+            head,
+            at_decay + strides.token.log_decay,
+            at_beta + strides.token.beta,
+            newer,
+            shape,
+        )
         scores = own_scores * tl.exp(segments(token, newer))
         earlier = (index[None, :] <= token[:, None]) & (index < TH)[None, :]
-        upto = tl.exp(tl.sum(tl.where(earlier, gates[None, :], 0.0), 1))
+        upto = tl.exp(tl.sum(tl.where(earlier, log_decay[None, :], 0.0), 1))
         reading = tl.zeros([TX, 1], tl.float32)
         weights, total = _weights(reading, ring, head, start, used, shape)
         whole = tl.exp(total)
-        tl.store(ring.log_decay + head + place * step, gates, mask=writes_row & leading)
-    beta = tl.full([TX], 1.0, tl.float32)
-    if shape.BETA:
-        beta = inputs.beta + head * strides.head.beta + token * strides.token.beta
-        beta = load_f32(beta, writes_row)
-        if shape.RAW or not shape.ERASE:
-            tl.store(ring.beta + head + place * shape.HV, beta, mask=writes_row & leading)
+        tl.store(ring.log_decay + head + place * step, log_decay, mask=writes_row & leading)
+    if shape.BETA and (shape.RAW or not shape.ERASE):
+        tl.store(ring.beta + head + place * shape.HV, beta, mask=writes_row & leading)
+    beta = tl.zeros([TX], tl.float32) + beta
     mixing = _mixing(scores, beta, token, length, TH, shape)
     return mixing, beta, upto, whole, reading, weights
 
@@ -281,12 +300,21 @@ def _weights(reading, ring, head, start, used, shape: tl.constexpr):
 
 
 @triton.jit
+def _channel_gates(base, at, there, head, inputs, shape: tl.constexpr):
+    """Log-decays of tokens at base + at [n] as a tile [n, KP]; zeros where not there."""
+    column = tl.arange(0, shape.KP)[None, :]
+    gates = channel_decay(load_tile(base, at, there, shape), head, column, inputs, shape)
+    return tl.where(there[:, None], gates, 0.0)
+
+
+@triton.jit
 def _channel_scores(
     inputs,
     strides,
-    gates,
+    k_unit,
+    q_unit,
+    head,
     length,
-    TX: tl.constexpr,
     TH: tl.constexpr,
     shape: tl.constexpr,
 ):
@@ -295,19 +323,29 @@ def _channel_scores(
     A walk along the tokens: every key seen so far decays by one token's gates at a time, so that
     nothing is divided and a reset stays exact.
 
+    k_unit, q_unit: what keys and queries were multiplied by, [TX], each in its own rows.
+
     Returns:
         [TX, TX], vector t is a row and key s a column; zero where s is newer, and for keys also
         where it is the same.
     """
+    TX: tl.constexpr = k_unit.shape[0]
+    dtype: tl.constexpr = inputs.k.dtype.element_ty
     row = tl.arange(0, TX)
     column = tl.arange(0, shape.KP)
     in_k = column < shape.K
+    gates = inputs.log_decay + head * strides.head.log_decay
     seen = tl.zeros([TX, shape.KP], tl.float32)
     out = tl.zeros([TX, TX], tl.float32)
     for t in tl.range(0, length, num_stages=2):
-        key = load_f32(inputs.k + t * strides.k + column, in_k)
-        gate = load_f32(gates + t * strides.log_decay + column, in_k)
-        query = load_f32(inputs.q + t * strides.q + column, in_k)
+        key = load_f32(inputs.k + t * strides.token.k + column, in_k)
+        gate = load_f32(gates + t * strides.token.log_decay + column, in_k)
+        query = load_f32(inputs.q + t * strides.token.q + column, in_k)
+        gate = channel_decay(gate, head, column, inputs, shape)
+        key_unit = tl.sum(tl.where(row == t, k_unit, 0.0), 0)
+        key = normalised(key, key_unit, dtype, shape)
+        query_unit = tl.sum(tl.where(row == t + TX - TH, q_unit, 0.0), 0)
+        query = normalised(query, query_unit, dtype, shape)
         seen *= tl.exp(gate)[None, :]
         if shape.ERASE:
             scores = tl.sum(seen * key[None, :], 1)
