@@ -1,0 +1,84 @@
+"""What is configured: `--additional-config '{"lazystate": {"window": 16, "view": "fp8"}}'`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lazystate import checks
+from lazystate.formats import Rounding
+from lazystate.ops import Fold, Storage
+from lazystate.spec import LayerSpec
+
+KEY = "lazystate"  # in vLLM's additional_config
+CHECKPOINTS = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The methods of the package by configuration; names and defaults as of `StateCache`.
+
+    Attributes:
+        window: L, tokens between two folds of a state.
+        checkpoint: format of the states after a fold, "fp32", "fp16" or "bf16"; None for what
+            vLLM's own `--mamba-ssm-cache-dtype` says.
+        view: format of a smaller copy that most steps read; None for no copy.
+        rounding, seed: into a checkpoint narrower than FP32.
+        fold: "raw" or "cached".
+
+    Raises:
+        ValueError: for a window out of range, or a checkpoint that vLLM does not write.
+    """
+
+    window: int = 16
+    checkpoint: str | None = None
+    view: str | None = None
+    rounding: Rounding = "stochastic"
+    seed: int = 0
+    fold: Fold = "raw"
+
+    def __post_init__(self) -> None:
+        checks.integer("window", self.window)
+        if not 1 <= self.window <= 64:
+            raise ValueError(f"window must be 1 to 64, got {self.window}")
+        if self.checkpoint not in (None, *CHECKPOINTS):
+            raise ValueError(
+                f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}: vLLM "
+                "writes it in prefill"
+            )
+
+    @classmethod
+    def of(cls, additional_config: object) -> Options | None:
+        """The options in vLLM's additional_config; None where lazystate is not asked for.
+
+        Raises:
+            ValueError: for a name that is no option, or a value that is not allowed.
+        """
+        if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+            return None
+        given: Any = additional_config[KEY]
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f'additional_config["{KEY}"] must be an object like {{"window": 16}}, got '
+                f"{given!r}: write {{}} for exact replay with the defaults"
+            )
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(names)):
+            raise ValueError(
+                f'additional_config["{KEY}"] has no option {unknown[0]!r}: it takes '
+                f"{', '.join(names)}"
+            )
+        return cls(**given)
+
+    def storage(self, spec: LayerSpec, state_dtype: object) -> Storage:
+        """How states of a layer are stored.
+
+        Args:
+            state_dtype: of vLLM's state, which prefill writes.
+
+        Raises:
+            ValueError: for an option that `StateCache` would not take.
+        """
+        form = state_dtype if self.checkpoint is None else self.checkpoint
+        return checks.storage((spec,), form, self.view, self.fold, self.rounding, self.seed)

@@ -1,0 +1,174 @@
+"""What is supported in which vLLM, as data: for the plugin, `lazystate doctor` and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from lazystate.engines.vllm.options import Options
+
+Kind = Literal["mamba2", "gdn", "kda"]
+KINDS: dict[Kind, str] = {
+    "mamba2": "Mamba-2",
+    "gdn": "Gated DeltaNet",
+    "kda": "Kimi Delta Attention",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model class of vLLM whose recurrent layers are decoded by lazystate.
+
+    Attributes:
+        name: as in a config.json's "architectures". kind: of its recurrent layers.
+        layer: the stock class of these layers.
+    """
+
+    name: str
+    kind: Kind
+    layer: str
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing that an engine may be asked for.
+
+    Attributes:
+        name: what it is called in the documents. missing: why it is refused; "" if it works.
+    """
+
+    name: str
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Version:
+    """One minor version of vLLM.
+
+    Attributes:
+        minor: as "0.33". tested: the release that the adapters were written against.
+        architectures, features: what it supports, and what not and why.
+    """
+
+    minor: str
+    tested: str
+    architectures: tuple[Architecture, ...]
+    features: tuple[Feature, ...]
+
+    def architecture(self, name: str) -> Architecture | None:
+        """The supported architecture of that name, or None."""
+        return next((each for each in self.architectures if each.name == name), None)
+
+    def missing(self, name: str) -> str:
+        """Why a feature is refused; "" if it works."""
+        return next(feature.missing for feature in self.features if feature.name == name)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What of an engine decides whether lazystate can run in it.
+
+    Attributes:
+        version: vLLM's. architectures: of the model's config.json.
+        draft_tokens: of speculative decoding, 0 without.
+        prefix_caching: whether states of recurrent layers are kept for later prompts.
+        kv_connector: whether states move between engines.
+        stock_replay: whether vLLM's own `--use-replayssm` is on.
+        conv_dim_first: whether the convolution's state is kept with channels first.
+    """
+
+    version: str
+    architectures: tuple[str, ...]
+    draft_tokens: int = 0
+    prefix_caching: bool = False
+    kv_connector: bool = False
+    stock_replay: bool = False
+    conv_dim_first: bool = False
+
+
+STANDARD = "standard decoding"
+SPECULATIVE = "speculative decoding"
+PREFIX = "prefix caching"
+CONNECTOR = "KV connectors"
+VIEWS = "low-precision views"
+SKETCH = "sketches"
+GRAPHS = "full and piecewise CUDA graphs"
+PARALLEL = "tensor parallelism"
+
+_MAMBA2 = tuple(
+    Architecture(name, "mamba2", "MambaMixer2")
+    for name in (
+        "Mamba2ForCausalLM",
+        "NemotronHForCausalLM",
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Zamba2ForCausalLM",
+    )
+)
+
+_FEATURES = (
+    Feature(STANDARD),
+    Feature(GRAPHS),
+    Feature(PARALLEL),
+    Feature(SPECULATIVE, "the adapters do not handle drafts yet: leave out --speculative-config"),
+    Feature(PREFIX, "the adapters do not copy rings yet: --no-enable-prefix-caching"),
+    Feature(CONNECTOR, "the adapters do not hand rings over yet: leave out --kv-transfer-config"),
+    Feature(VIEWS, "the adapters do not rebuild views after prefill yet: leave out view"),
+    Feature(SKETCH, "there are no GPU kernels for them yet: leave it out"),
+)
+
+VERSIONS = (
+    Version("0.33", "0.33.0", _MAMBA2, _FEATURES),
+    Version("0.26", "0.26.0", _MAMBA2, _FEATURES),
+)
+
+
+def version_of(version: str) -> Version | None:
+    """The supported version that a version string belongs to, or None."""
+    minor = ".".join(version.split("+")[0].split(".")[:2])
+    return next((each for each in VERSIONS if each.minor == minor), None)
+
+
+def refusals(setup: Setup, options: Options) -> list[str]:
+    """Why lazystate cannot run in an engine, a sentence each with what to do; none if it can."""
+    version = version_of(setup.version)
+    if version is None:
+        return [f"vLLM {setup.version} is not supported: install {_either(_releases())}"]
+    reasons = []
+    if not any(version.architecture(name) for name in setup.architectures):
+        names = _either(each.name for each in version.architectures)
+        reasons.append(
+            f"{', '.join(setup.architectures)} has no adapter in vLLM {version.minor}: it takes "
+            f"{names}"
+        )
+    asked = {
+        SPECULATIVE: setup.draft_tokens > 0,
+        PREFIX: setup.prefix_caching,
+        CONNECTOR: setup.kv_connector,
+        VIEWS: options.view is not None,
+    }
+    for name, wanted in asked.items():
+        if wanted and (missing := version.missing(name)):
+            reasons.append(f"{name}: {missing}")
+    if setup.draft_tokens >= options.window:
+        reasons.append(
+            f"window must be above the {setup.draft_tokens} drafts of a step, got "
+            f"{options.window}: widen it or draft less"
+        )
+    if setup.draft_tokens > 15:
+        reasons.append(f"drafts of a step must be at most 15, got {setup.draft_tokens}")
+    if setup.stock_replay:
+        reasons.append("--use-replayssm is vLLM's own replay: leave out one of the two")
+    if setup.conv_dim_first:
+        reasons.append("VLLM_SSM_CONV_STATE_LAYOUT=DS is not supported: leave it unset")
+    return reasons
+
+
+def _releases() -> Iterable[str]:
+    return (version.tested for version in VERSIONS)
+
+
+def _either(names: Iterable[str]) -> str:
+    *rest, last = names
+    return f"{', '.join(rest)} or {last}" if rest else last

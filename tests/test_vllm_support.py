@@ -1,0 +1,60 @@
+"""What the vLLM engine is configured with, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from lazystate.engines.vllm.options import Options
+from lazystate.engines.vllm.support import VERSIONS, Setup, refusals, version_of
+
+SETUP = Setup("0.33.0", ("NemotronHForCausalLM",))
+
+
+def test_without_the_switch_nothing_is_configured() -> None:
+    """No additional_config, or one without lazystate, leaves vLLM alone."""
+    assert Options.of({}) is None
+    assert Options.of(None) is None
+    assert Options.of({"lazystate": {}}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (True, "must be an object"),
+        ({"windw": 8}, "no option 'windw'"),
+        ({"window": 0}, "window must be 1 to 64, got 0"),
+        ({"window": "16"}, "window must be an int"),
+        ({"checkpoint": "nvfp4"}, "checkpoint must be one of fp32, fp16, bf16"),
+    ],
+)
+def test_wrong_options_are_named(given: object, says: str) -> None:
+    """One clear error names the option, what was given and what is accepted."""
+    with pytest.raises(ValueError, match=says):
+        Options.of({"lazystate": given})
+
+
+@pytest.mark.parametrize("release", ["0.33.0", "0.33.1", "0.26.0", "0.33.0+cu130"])
+def test_patch_releases_belong_to_their_minor_version(release: str) -> None:
+    """A patch release takes the adapter of its minor version."""
+    found = version_of(release)
+    assert found is not None
+    assert release.startswith(found.minor)
+
+
+def test_unknown_versions_and_models_are_refused_with_what_to_do() -> None:
+    """The reason says what would work."""
+    (reason,) = refusals(Setup("0.30.0", ("NemotronHForCausalLM",)), Options())
+    assert all(version.tested in reason for version in VERSIONS)
+    (reason,) = refusals(Setup("0.33.0", ("LlamaForCausalLM",)), Options())
+    assert "NemotronHForCausalLM" in reason
+
+
+def test_a_supported_engine_has_no_refusal() -> None:
+    """Standard decoding of a Mamba-2 model."""
+    assert refusals(SETUP, Options()) == []
+
+
+def test_more_drafts_than_a_window_holds_are_refused() -> None:
+    """A step's tokens must fit a window."""
+    setup = Setup("0.33.0", ("NemotronHForCausalLM",), draft_tokens=4)
+    assert any("window must be above the 4 drafts" in r for r in refusals(setup, Options(window=4)))
