@@ -1,317 +1,295 @@
-"""What sketches do to outputs: measure, keep the numbers, write docs/sketch.md.
+"""What sketches do to outputs: the shipped models with their calibrations, on held-out books.
 
-    python benchmarks/sketch.py            # measure, about a quarter of an hour on two cores
-    python benchmarks/sketch.py --page     # tables and plot again, from the kept numbers
-    python benchmarks/sketch.py --check    # only say whether the page is up to date
+    python benchmarks/sketch.py                            # on a CPU; hours on two cores
+    python benchmarks/sketch.py --device cuda --minutes 8  # all models side by side on one GPU
+    python benchmarks/sketch_page.py                       # docs/sketch.md, from the numbers
 
-The shipped models and calibrations, teacher-forced on held-out books as in `lazystate evaluate kl`,
-and retrieval as in `lazystate evaluate recall`.
+KL as in `lazystate evaluate kl`, retrieval as in `recall`, copying as in `copy`. Each model and
+part is a process of its own, which appends a line to a file in --parts for every configuration and
+leaves out those that are there: a run that was cut short goes on. The last run that finds all of
+them done, or `--join`, writes benchmarks/results/.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
+import transformers
 
 from lazystate.commands.decoding import Loaded, load
-from lazystate.evaluation import kl, retrieval
-from lazystate.formats import FORMATS
-from lazystate.ops.states import States
+from lazystate.evaluation import copying, kl, read_error, retrieval
+from lazystate.planner import Stored, traffic
 from lazystate.sketch.allocation import budget_of, rank_actions, uniform
 from lazystate.sketch.calibration_file import Calibration
 from lazystate.sketch.files import open_calibration
 from lazystate.sketch.view import DENSE, Sketch
-from lazystate.spec import LayerSpec
-from low_precision import head, line
-from page import ROOT, write
+from page import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "sketch.json"
-PAGE = ROOT / "docs" / "sketch.md"
+RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ("gdn", "kda", "mamba2")
-PROMPT, TOKENS, STREAMS, CONTEXT, EXAMPLES = 512, 1024, 4, 256, 64
-ABLATED = 4.0  # mean rank of the ablations
-RANKS = (2.0, 4.0, 8.0, 16.0)
+# Tokens decoded behind the prompt: to the models' training length, and to their last position.
+PARTS = {"main": 3584, "long": 7680}
+PROMPT, CONTEXT = 512, 256
+RANKS = (2, 4, 8, 16)
+ABLATED = 4  # mean rank of the ablations
 CASTS = ("int2", "int4", "nvfp4", "fp8")
-RECALLED = ("fp32", *(f"sketch {rank:g}" for rank in RANKS), "int2 view", "int4 view")
+LONG = (
+    "fp32",
+    "sketch 4",
+    "sketch 8",
+    "nvfp4 view",
+    "nvfp4 recurrence",
+    "sketch 8, fp16 checkpoint",
+)
+TASKS = ("fp32", *(f"sketch {rank}" for rank in RANKS), *(f"{name} view" for name in CASTS),
+         "random basis", "offline map", "low-rank state 4", "nvfp4 recurrence")  # fmt: skip
+PREDICTED = ("sketch 4", "sketch 8", "int2 view", "nvfp4 view")
+
+Row = dict[str, Any]
 
 
-@contextmanager
-def low_rank(rank: int) -> Iterator[None]:
-    """Checkpoints are replaced by their best approximation of a rank: a recurrence of that rank."""
-    plain = States.write
-
-    def write(self: States, slots: Tensor, state: Tensor, counts: Tensor | None = None) -> None:
-        u, s, vt = torch.linalg.svd(state, full_matrices=False)
-        plain(self, slots, (u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :], counts)
-
-    with patch.object(States, "write", write):
-        yield
-
-
-def evenly(found: Calibration, omega: Tensor) -> Sketch:
-    """Sketches of a basis with the same rank for all heads, at the ablations' budget."""
+def even_ranks(found: Calibration) -> Sketch:
+    """Sketches of the calibrated bases with the same rank for every head, at the same budget."""
     actions = rank_actions(found.key_dim, found.origin.value_dim, found.largest_rank)
     heads = found.paired.shape[0] * found.heads
     choice = uniform(actions, heads, budget_of(actions, heads, ABLATED))
     ranks = torch.tensor([each.rank if each.view == "sketch" else DENSE for each in actions])
-    return Sketch(omega, ranks[choice].view(-1, found.heads))
+    return Sketch(found.sketch(ABLATED).omega, ranks[choice].view(-1, found.heads))
 
 
-def configurations(found: Calibration) -> dict[str, kl.Config]:
-    """Everything that is measured, by name."""
-    fp32 = kl.States()
+def random_basis(found: Calibration, seed: int) -> Sketch:
+    """The calibrated ranks with random orthonormal bases."""
+    plain = found.sketch(ABLATED)
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.randn(plain.omega.shape, generator=generator)
+    return Sketch(torch.linalg.qr(columns).Q, plain.ranks)
+
+
+def low_rank(found: Calibration, rank: int) -> Sketch:
+    """States projected on the leading eigenvectors of their mean Gram matrix, by a fixed map.
+
+    SketchSSM's Table 13 calls it low-rank state; the ranks are those of the sketch.
+    """
+    assert found.metric is not None
+    share = found.heads // found.metric.shape[1]
+    metric = found.metric.repeat_interleave(share, 1)
+    vectors = torch.linalg.eigh(metric.double()).eigenvectors.flip(-1)
+    omega = vectors[..., : found.largest_rank].float().contiguous()
+    return Sketch(omega, found.sketch(rank).ranks, "offline", metric)
+
+
+def configurations(found: Calibration, backend: kl.BackendName) -> dict[str, kl.Config]:
+    """Everything that is measured, by name, most important first."""
 
     def sketched(view: Sketch, window: int = 16, checkpoint: str = "fp32") -> kl.Config:
-        return kl.Config(kl.States(checkpoint, "sketch"), window, sketch=view)
+        return kl.Config(kl.States(checkpoint, "sketch"), window, sketch=view, backend=backend)
 
-    named = {"fp32": kl.Config(fp32, 16)}
-    named |= {f"sketch {rank:g}": sketched(found.sketch(rank)) for rank in RANKS}
+    def stored(checkpoint: str, view: str | None = None) -> kl.Config:
+        return kl.Config(kl.States(checkpoint, view), 16, backend=backend)
+
+    named = {"fp32": stored("fp32")}
+    named |= {f"sketch {rank}": sketched(found.sketch(rank)) for rank in RANKS}
+    named |= {f"{name} view": stored("fp32", name) for name in CASTS}
+    named["uniform ranks"] = sketched(even_ranks(found))
+    named["random basis"] = sketched(random_basis(found, 0))
     named |= {
-        f"{map} map": sketched(found.sketch(ABLATED, map=map)) for map in ("exact", "offline")
+        f"{map} map": sketched(found.sketch(ABLATED, map=map)) for map in ("offline", "exact")
     }
     named |= {
         f"{criterion} only": sketched(found.sketch(ABLATED, criterion=criterion))
         for criterion in ("error", "gradient")
     }
-    named["uniform ranks"] = sketched(evenly(found, found.sketch(ABLATED).omega))
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randn(found.sketch(ABLATED).omega.shape, generator=generator)
-    named["random basis"] = sketched(evenly(found, torch.linalg.qr(random).Q))
-    named |= {f"{name} view": kl.Config(kl.States("fp32", name), 16) for name in CASTS}
-    named["nvfp4 recurrence"] = kl.Config(kl.States("nvfp4"), 16)
-    named["rank 8 recurrence"] = kl.Config(fp32, 16)
+    named |= {f"low-rank state {rank}": sketched(low_rank(found, rank)) for rank in (4, 8)}
+    named |= {f"{name} recurrence": stored(name) for name in ("nvfp4", "fp8")}
+    named["sketch 8, fp16 checkpoint"] = sketched(found.sketch(8), 16, "fp16")
     named |= {
         f"sketch 8, window {window}": sketched(found.sketch(8), window) for window in (32, 64)
     }
-    named["sketch 8, fp16 checkpoint"] = sketched(found.sketch(8), 16, "fp16")
     return named
 
 
-def read_bytes(config: kl.Config, specs: list[LayerSpec]) -> int:
-    """Bytes of state that a step which does not fold reads for one request, all layers."""
-    if isinstance(config.sketch, Sketch):
-        return sum(config.sketch.planned(i, spec).read for i, spec in enumerate(specs))
-    form = FORMATS[config.states.view or config.states.checkpoint]
-    return sum(spec.heads * form.nbytes(spec.value_dim, spec.key_dim) for spec in specs)
+def moved(loaded: Loaded, config: kl.Config) -> tuple[float, float]:
+    """Bytes of state that most steps read, and all state bytes a token as a part of plain's."""
+    read = total = plain = 0.0
+    for layer, spec in enumerate(loaded.specs):
+        view = config.states.view
+        if isinstance(config.sketch, Sketch):
+            view = config.sketch.planned(layer, spec)
+        stored = {"checkpoint": config.states.checkpoint, "view": view}
+        total += traffic(spec, "replay", window=config.window or 1, **stored).total
+        plain += traffic(spec, "plain").total
+        read += Stored.of(spec, stored["checkpoint"], view).read
+    return read, total / plain
 
 
-def measure_model(name: str) -> list[dict[str, Any]]:
-    """A row for every configuration of one model."""
-    torch.set_num_threads(1)
-    loaded = load(name)
-    given = kl.streams(loaded.tokenizer, STREAMS, PROMPT + TOKENS)
-    reference = kl.Reference.of(loaded.model, given, PROMPT)
-    tasks = {
-        task: retrieval.examples(loaded.tokenizer, task, EXAMPLES, CONTEXT)
-        for task in retrieval.TASKS
-    }
-    rows = []
-    for label, config in configurations(open_calibration(name)).items():
-        start = time.time()
-        with low_rank(8 if label == "rank 8 recurrence" else 1 << 20):
-            rows += _points(loaded, label, config, reference)
-            if label in RECALLED:
-                rows[-1]["recall"] = {
-                    task: sum(found) / len(found)
-                    for task, drawn in tasks.items()
-                    for found in [retrieval.accuracy(loaded.model, drawn, config)]
-                }
-        print(f"{name}: {label}, {time.time() - start:.0f} s", file=sys.stderr, flush=True)
-    return rows
+class Measuring:
+    """One model in memory, with what conventional decoding says."""
 
-
-def _points(
-    loaded: Loaded, label: str, config: kl.Config, reference: kl.Reference
-) -> list[dict[str, Any]]:
-    bytes_read = read_bytes(config, loaded.specs)
-    return [
-        {
-            "model": loaded.name,
-            "config": label,
-            "window": config.window,
-            "n": point.n,
-            "bytes": bytes_read,
-            "kl": float(f"{point.kl:.4g}"),
-            "standard_error": float(f"{point.standard_error:.3g}"),
-            "top": float(f"{point.top:.4g}"),
+    def __init__(self, name: str, part: str, options: argparse.Namespace) -> None:
+        torch.set_num_threads(1)
+        torch.backends.cudnn.allow_tf32 = False  # the convolutions of prefill, too, are FP32
+        self.loaded, self.found = load(name, device=options.device), open_calibration(name)
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        tokens = options.tokens or PARTS[part]
+        given = kl.streams(tokenizer, options.streams, PROMPT + tokens).to(model.device)
+        self.reference = kl.Reference.of(model, given, PROMPT)
+        self.tasks = {
+            task: retrieval.examples(tokenizer, task, options.examples, CONTEXT)
+            for task in retrieval.TASKS
         }
-        for point in reference.measure(loaded.model, config)
-    ]
+        self.passages = copying.passages(tokenizer, options.examples)
+
+    def row(self, label: str, config: kl.Config, part: str) -> Row:
+        """One configuration."""
+        read, share = moved(self.loaded, config)
+        points = self.reference.measure(self.loaded.model, config)
+        row: Row = {"model": self.loaded.name, "part": part, "config": label}
+        row |= {"window": config.window, "bytes": read, "share": share}
+        row["points"] = [asdict(point) for point in points]
+        if part == "main" and label in TASKS:
+            row |= self._answers(config)
+        if part == "main" and label in PREDICTED:
+            assert self.found.slopes is not None
+            layers = len(self.loaded.specs)
+            predicted = read_error.predict(
+                self.loaded.model, self.reference, config, self.found.slopes, layers
+            )
+            row["predicted"] = asdict(predicted)
+        return row
+
+    def _answers(self, config: kl.Config) -> Row:
+        model = self.loaded.model
+        found = {task: retrieval.accuracy(model, x, config) for task, x in self.tasks.items()}
+        copies = copying.copy(model, self.passages, config)
+        return {
+            "recall": {task: sum(right) / len(right) for task, right in found.items()},
+            "copied": float(copies.right.double().mean()),
+            "tokens": copies.tokens.tolist(),
+        }
 
 
-def measure() -> None:
-    """All models, two at once."""
-    import transformers
+def rounded(value: Any) -> Any:
+    """Numbers to four digits: more is noise, and the file is read by people."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.4g}") if math.isfinite(value) else None
 
-    def run(model: str) -> list[dict[str, Any]]:
-        command = [sys.executable, __file__, "--model", model]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        return json.loads(done.stdout)
 
-    start = time.time()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    with ThreadPoolExecutor(2) as pool:
-        rows = [row for found in pool.map(run, MODELS) for row in found]
-    record = {
+def work(name: str, part: str, options: argparse.Namespace) -> None:
+    """Measure what is not in the file of this model and part yet."""
+    start, path = time.time(), options.parts / f"{name}-{part}.jsonl"
+    about = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": commit.stdout.strip(),
-        "device": "cpu, 1 thread, 2 processes",
+        "device": "cpu" if options.device == "cpu" else torch.cuda.get_device_name(),
+        "commit": options.commit,
         "prompt": PROMPT,
-        "streams": STREAMS,
+        "streams": options.streams,
         "context": CONTEXT,
-        "examples": EXAMPLES,
-        "seconds": round(time.time() - start),
-        "rows": rows,
+        "examples": options.examples,
+        "tokens": options.tokens or PARTS[part],
     }
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n", "utf8")
-
-
-class Rows:
-    """Rows at the last N by (model, configuration)."""
-
-    def __init__(self, record: dict[str, Any]) -> None:
-        self.last = max(row["n"] for row in record["rows"])
-        self.first = min(row["n"] for row in record["rows"])
-        self.by = {(r["model"], r["config"]): r for r in record["rows"] if r["n"] == self.last}
-        self.early = {(r["model"], r["config"]): r for r in record["rows"] if r["n"] == self.first}
-
-    def cells(self, config: str) -> list[str]:
-        """KL with its standard error, a cell a model."""
-        found = (self.by[model, config] for model in MODELS)
-        return [f"{row['kl']:.1e} ± {row['standard_error']:.0e}" for row in found]
-
-    def bytes(self, config: str) -> str:
-        """kB read a step; models differ by what their heads got."""
-        found = sorted({self.by[model, config]["bytes"] for model in MODELS})
-        return f"{found[-1] / 1000:.1f}"
-
-
-def ranks_table(record: dict[str, Any]) -> str:
-    """KL of mean ranks and of copies, by the bytes they read."""
-    rows = Rows(record)
-    names = ["fp32", *(f"{name} view" for name in CASTS), *(f"sketch {rank:g}" for rank in RANKS)]
-    names.sort(key=lambda name: -rows.by[MODELS[0], name]["bytes"])
-    out = head("read by most steps", "kB", *(f"{m}, KL" for m in MODELS), "same top token")
-    for name in names:
-        top = sum(rows.by[model, name]["top"] for model in MODELS) / len(MODELS)
-        out += line(name, rows.bytes(name), *rows.cells(name), f"{top:.1%}")
-    return out + "\n" + _made(record, rows.last)
-
-
-def ablations_table(record: dict[str, Any]) -> str:
-    """One choice changed at a time."""
-    rows, full = Rows(record), f"sketch {ABLATED:g}"
-    out = head("configuration", "kB", *(f"{m}, KL" for m in MODELS), "times the default's")
-    names = [full, "exact map", "offline map", "error only", "gradient only", "uniform ranks",
-             "random basis", "rank 8 recurrence", "nvfp4 recurrence"]  # fmt: skip
-    for name in names:
-        ratios = [rows.by[m, name]["kl"] / rows.by[m, full]["kl"] for m in MODELS]
-        out += line(name, rows.bytes(name), *rows.cells(name), _span(ratios))
-    return out
-
-
-def windows_table(record: dict[str, Any]) -> str:
-    """Windows and a narrower checkpoint at mean rank 8."""
-    rows = Rows(record)
-    out = head("configuration", *(f"{m}, KL" for m in MODELS), "of N = 16")
-    for name in ("sketch 8", "sketch 8, window 32", "sketch 8, window 64",
-                 "sketch 8, fp16 checkpoint"):  # fmt: skip
-        growth = [rows.by[m, name]["kl"] / rows.early[m, name]["kl"] for m in MODELS]
-        out += line(name, *rows.cells(name), _span(growth))
-    return out
-
-
-def recall_table(record: dict[str, Any]) -> str:
-    """Answers found, tasks side by side."""
-    tasks = list(retrieval.TASKS)
-    out = head("read by most steps", *(f"{model}: {', '.join(tasks)}" for model in MODELS))
-    rows = Rows(record)
-    for name in RECALLED:
-        found = (rows.by[model, name]["recall"] for model in MODELS)
-        out += line(name, *(", ".join(f"{each[task]:.2f}" for task in tasks) for each in found))
-    return out
-
-
-def _span(ratios: list[float]) -> str:
-    low, high = min(ratios), max(ratios)
-    return f"{low:.2g}" if f"{low:.2g}" == f"{high:.2g}" else f"{low:.2g} to {high:.2g}"
-
-
-def _made(record: dict[str, Any], last: int) -> str:
-    return (
-        f"N = {last}, {record['streams']} pages of two held-out books behind prompts of "
-        f"{record['prompt']} tokens; torch {record['torch']}, transformers "
-        f"{record['transformers']}, {record['device']}.\n"
+    lines = (
+        [json.loads(line) for line in path.read_text("utf8").splitlines()] if path.exists() else []
     )
+    if lines and {**lines[0], "commit": ""} != {**about, "commit": ""}:
+        raise SystemExit(f"{path} is of other options: {lines[0]}; give another --parts")
+    configs = configurations(open_calibration(name), "torch")
+    done = {line["config"] for line in lines[1:]}
+    wanted = [n for n in configs if n not in done and (part == "main" or n in LONG)]
+    if not wanted:
+        return
+    measuring = Measuring(name, part, options)
+    with path.open("a", encoding="utf8") as file:
+        if not lines:
+            file.write(json.dumps(about) + "\n")
+        for label in wanted:
+            if time.time() > options.until:
+                print(f"{name}, {part}: no time for {label} and what follows", file=sys.stderr)
+                return
+            row = measuring.row(label, configs[label], part)
+            file.write(json.dumps(rounded(row)) + "\n")
+            file.flush()
+            print(f"{time.time() - start:5.0f} s {name}, {part}: {label}", flush=True)
 
 
-TABLES = {
-    "ranks": ranks_table,
-    "ablations": ablations_table,
-    "windows": windows_table,
-    "recall": recall_table,
-}
+def join(parts: Path) -> None:
+    """Write one file of all parts.
 
-
-def plot(record: dict[str, Any]) -> None:
-    """KL against bytes: sketches and copies."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = Rows(record)
-    figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.8), sharey=True)
-    lines = {
-        "sketch, mean rank 2 to 16": ([f"sketch {rank:g}" for rank in RANKS], "o-", "#1f618d"),
-        "copy, INT2 to FP8": ([f"{name} view" for name in CASTS], "s--", "#ca6f1e"),
-    }
-    for axis, model in zip(axes, MODELS, strict=True):
-        axis.set(title=model, xscale="log", yscale="log", xlabel="kB read a step")
-        axis.grid(alpha=0.3)
-        for label, (names, style, colour) in lines.items():
-            found = [rows.by[model, name] for name in names]
-            axis.errorbar(
-                [row["bytes"] / 1000 for row in found],
-                [row["kl"] for row in found],
-                yerr=[row["standard_error"] for row in found],
-                fmt=style,
-                color=colour,
-                label=label,
-                capsize=2,
-            )
-    axes[0].set_ylabel("KL from FP32 states, nats")
-    axes[0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    path = PAGE.parent / "images" / "sketch.png"
-    figure.savefig(path, dpi=90, metadata={"Software": None})
+    Raises:
+        SystemExit: if parts are of different runs.
+    """
+    files = [path.read_text("utf8").splitlines() for path in sorted(parts.glob("*.jsonl"))]
+    abouts = [json.loads(lines[0]) for lines in files]
+    tokens = {about.pop("tokens") for about in abouts}
+    if any(about != abouts[0] for about in abouts):
+        raise SystemExit(f"parts in {parts} are of different runs: {abouts}")
+    rows = [json.loads(line) for lines in files for line in lines[1:]]
+    slug = abouts[0]["device"].lower().removeprefix("nvidia ").split()[0]
+    path = RESULTS / slug / "sketch.json"
+    record = {**abouts[0], "tokens": sorted(tokens), "runs": rows}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", "utf8")
+    print(f"{path.relative_to(ROOT)}: {len(rows)} rows")
 
 
 def main() -> None:
-    """Measure and write, or check."""
-    options = sys.argv[1:]
-    if "--model" in options:
-        print(json.dumps(measure_model(options[1])))
+    """Measure all models and parts, side by side on a GPU."""
+    parser = argparse.ArgumentParser(description="What sketches do to outputs.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--parts", type=Path, default=ROOT / "data" / "sketch")
+    parser.add_argument("--processes", type=int, help="default: 2, or all on a GPU")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="none begins after them")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--examples", type=int, default=128)
+    parser.add_argument("--tokens", type=int, help="fewer, for a look")
+    parser.add_argument("--commit", help="revision, where there is no git")
+    parser.add_argument("--join", action="store_true", help="only join the parts")
+    parser.add_argument("--work", nargs=2, metavar=("MODEL", "PART"), help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        model, part = options.work
+        work(model, part, options)
         return
-    if not options:
-        measure()
-    record = json.loads(RESULTS.read_text("utf8"))
-    for name, table in TABLES.items():
-        write(Path(PAGE), name, table(record), check="--check" in options)
-    if "--check" not in options:
-        plot(record)
+    options.parts.mkdir(parents=True, exist_ok=True)
+    if not options.join:
+        _start(options)
+    join(options.parts)
+
+
+def _start(options: argparse.Namespace) -> None:
+    """Start a process for each model and part."""
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = options.commit or subprocess.check_output(head, cwd=ROOT, text=True).strip()
+    common = [
+        *("--device", options.device, "--parts", str(options.parts), "--commit", commit),
+        *("--streams", str(options.streams), "--examples", str(options.examples)),
+        *("--until", str(time.time() + 60 * options.minutes)),
+        *(("--tokens", str(options.tokens)) if options.tokens else ()),
+    ]
+    pairs = [(model, part) for part in PARTS for model in MODELS]
+    with ThreadPoolExecutor(options.processes or (2 if options.device == "cpu" else 6)) as pool:
+        codes = pool.map(
+            lambda pair: subprocess.call([sys.executable, __file__, "--work", *pair, *common]),
+            pairs,
+        )
+    if any(codes):
+        raise SystemExit("a process failed: see above; the parts that are done are kept")
 
 
 if __name__ == "__main__":

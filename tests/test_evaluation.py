@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,30 @@ def test_logits_are_those_of_one_forward(loaded: decoding.Loaded) -> None:
             whole = loaded.model(given).logits[:, 30:]
         assert stepped.shape == whole.shape
         assert float((stepped - whole).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize(("window", "sizes"), [(1, [1]), (2, [1, 1]), (16, [1, 15])])
+def test_steps_of_a_window(window: int, sizes: list[int]) -> None:
+    """One step folds, the others fill the window, none has more tokens than backends take."""
+    assert Config(States(), window).steps() == sizes
+    assert Config(States(), 64).steps() == [1, 16, 16, 16, 15]
+    assert kl.REFERENCE.steps() == [1]
+
+
+@pytest.mark.parametrize("state", ["fp8:nearest", "fp32,nvfp4"])
+def test_several_tokens_a_step_read_what_one_does(
+    loaded: decoding.Loaded, reference: Reference, state: str
+) -> None:
+    """The same logits as decoding token by token, up to the order of additions in FP32."""
+    config = Config(States.parse(state), 4)
+    decoded = torch.stack(list(kl.logits(loaded.model, reference.given, 24, config)), 1)
+    model: Any = loaded.model
+    with config.engine(model), torch.inference_mode():
+        cache = model(reference.given[:, :24], use_cache=True).past_key_values
+        for i in range(24, reference.given.shape[1]):
+            one = model(reference.given[:, i : i + 1], past_key_values=cache, use_cache=True)
+            distance = kl.divergence(one.logits[:, -1], decoded[:, i - 24])
+            assert float(distance.max()) < 1e-6
 
 
 def test_fp32_is_the_floor(loaded: decoding.Loaded, reference: Reference) -> None:

@@ -1,4 +1,4 @@
-"""`lazystate evaluate`: what low-precision states do to a model's outputs."""
+"""`lazystate evaluate`: what rounded and sketched states do to a model's outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lazystate import shipped
-from lazystate.commands.options import CalibrationFile, Device, Json, usage_errors
+from lazystate.commands.options import Backend, CalibrationFile, Device, Json, usage_errors
 
 if TYPE_CHECKING:
     from lazystate.commands.decoding import Loaded
@@ -46,7 +46,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
 @app.callback()
 def evaluate() -> None:
-    """Measure how far rounded states take outputs from those of FP32 states."""
+    """Measure how far rounded and sketched states take outputs from those of FP32 states."""
 
 
 @app.command()
@@ -72,6 +72,7 @@ def kl(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Of stochastic rounding.")] = 0,
     device: Device = "cpu",
+    backend: Backend = "auto",
     threads: Annotated[
         int, typer.Option(min=1, help="CPU threads; small models are fastest on one.")
     ] = 1,
@@ -79,8 +80,8 @@ def kl(
 ) -> None:
     """KL divergence of the next-token distribution from FP32-state decoding.
 
-    Each model is fed pages of books that it has not been trained on, one token a step behind a
-    prompt whose state is exact, with every kind of state. D(p_FP32 || p) in nats is taken over the
+    Each model is fed pages of books that it has not been trained on, behind a prompt whose state is
+    exact, with every kind of state. D(p_FP32 || p) in nats is taken over the
     whole vocabulary and averaged over the streams and over the (at most) 256 positions that end at
     the N-th token. The reference is stock transformers with FP32 states; "fp32" is replay without
     rounding, and "again" stock transformers in two batches: what an order of additions makes.
@@ -105,7 +106,7 @@ def kl(
         kept = [protocol.States.parse(each) for each in state or STATES]
         configs = [] if state else [protocol.AGAIN]
         configs += [
-            protocol.Config(each, length, seed=seed)
+            protocol.Config(each, length, seed=seed, backend=backend)
             for length in window or [16]
             for each in kept
             if not (each.view and length == 1)  # every step folds: the view is never read
@@ -139,6 +140,7 @@ def recall(
     examples: Annotated[int, typer.Option(min=1, help="Contexts of each task.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Of the examples and of rounding.")] = 0,
     device: Device = "cpu",
+    backend: Backend = "auto",
     json: Json = False,
 ) -> None:
     """Share of facts found again in a context of book text, with every kind of state.
@@ -167,7 +169,7 @@ def recall(
             for name in names:
                 loaded = decoding.load(name, device=device)
                 for kept in states:
-                    config = kl.Config(kept, window, seed=seed)
+                    config = kl.Config(kept, window, seed=seed, backend=backend)
                     config = _with_sketch(loaded, config, calibration)
                     row = {"model": name, "state": str(kept), "window": window, "context": context}
                     for task in retrieval.TASKS:
@@ -184,6 +186,73 @@ def recall(
         table.add_column(heading, justify="left" if heading in ("model", "state") else "right")
     for row in rows:
         table.add_row(row["model"], row["state"], *(f"{row[task]:.2f}" for task in retrieval.TASKS))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def copy(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Shipped models or folders of transformers; all shipped ones if none."),
+    ] = None,
+    state: Annotated[
+        list[str] | None, typer.Option(help="As of kl; repeat it for more.  [default: fp32]")
+    ] = None,
+    calibration: CalibrationFile = None,
+    window: Annotated[int, typer.Option(min=1, help="Tokens between folds.")] = 16,
+    passages: Annotated[int, typer.Option(min=1, help="Passages to copy.")] = 64,
+    length: Annotated[int, typer.Option(min=9, help="Tokens of a passage.")] = 64,
+    gap: Annotated[int, typer.Option(min=1, help="Tokens between it and its copy.")] = 128,
+    device: Device = "cpu",
+    backend: Backend = "auto",
+    json: Json = False,
+) -> None:
+    """Copying from the context until the model stops by itself, with every kind of state.
+
+    A passage of a book ends in an empty line; behind it come other text and the first 8 tokens of
+    the passage again. The model continues greedily until it writes an empty line itself. Reported
+    are the passages copied without an error, and the tokens until the model stopped, which are
+    those of the passage if all goes well.
+
+    **Examples**
+
+    ```text
+    lazystate evaluate copy mamba2
+    lazystate evaluate copy gdn --state fp32 --state fp32,sketch2 --state fp32,int2
+    ```
+    """
+    import torch
+
+    from lazystate.commands import decoding
+    from lazystate.evaluation import copying, kl
+
+    torch.set_num_threads(1)
+    with usage_errors():
+        states = [kl.States.parse(each) for each in state or ["fp32"]]
+        names, rows = models or shipped.models(), []
+        with _progress(len(names) * len(states)) as step:
+            for name in names:
+                loaded = decoding.load(name, device=device)
+                drawn = copying.passages(loaded.tokenizer, passages, length, gap)
+                for kept in states:
+                    config = _with_sketch(
+                        loaded, kl.Config(kept, window, backend=backend), calibration
+                    )
+                    copies = copying.copy(loaded.model, drawn, config)
+                    row = {"model": name, "state": str(kept), "window": window}
+                    row["passage"] = drawn.rest.shape[1]
+                    row["tokens"] = float(copies.tokens.double().mean())
+                    row["copied"] = float(copies.right.double().mean())
+                    rows.append(row)
+                    step(1)
+    if json:
+        typer.echo(jsons.dumps(rows, indent=1))
+        return
+    table = _table(f"{passages} passages, {rows[0]['passage']} tokens to go")
+    for heading in ("model", "state", "tokens until stop", "copied"):
+        table.add_column(heading, justify="left" if heading in ("model", "state") else "right")
+    for row in rows:
+        table.add_row(row["model"], row["state"], f"{row['tokens']:.1f}", f"{row['copied']:.2f}")
     Console(highlight=False).print(table)
 
 

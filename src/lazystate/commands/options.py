@@ -46,6 +46,10 @@ CalibrationFile = Annotated[
     ),
 ]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")]
+Backend = Annotated[
+    Literal["auto", "torch", "triton"],
+    typer.Option(help="What computes the recurrence; auto: Triton on a GPU, else PyTorch."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON list, and no table.")]
 
 

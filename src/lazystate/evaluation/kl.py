@@ -1,7 +1,8 @@
 """KL divergence of next-token distributions under teacher forcing, as in ReplaySSM App. E.4.3.
 
-Every way to decode is fed the same text, one token a step behind a prompt, so that only the
-recurrent state differs. The reference is conventional decoding with FP32 states: the stock model.
+Every way to decode is fed the same text behind a prompt, so that only the recurrent state differs.
+The reference is conventional decoding with FP32 states: the stock model, one token a step. Replay
+takes a window in steps of several tokens, whose outputs are those of one token a step (Eq. 10-13).
 What is reported at N is D(p_FP32 || p), over the whole vocabulary, averaged over the streams and
 over the (at most) 256 positions that end at the N-th decoded token.
 """
@@ -9,6 +10,7 @@ over the (at most) 256 positions that end at the N-th decoded token.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,9 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from lazystate import shipped
 from lazystate.engines.transformers import patched
 from lazystate.formats import CHECKPOINTS, VIEWS, Rounding, named
-from lazystate.ops import Views
+from lazystate.ops import BackendName, Views
 
 SPAN = 256  # positions averaged
+MOST_TOKENS = 16  # of a step: what all backends do
 
 Advance = Callable[[int], None]
 
@@ -89,6 +92,7 @@ class Config:
     Attributes:
         split: decode the streams in this many groups; another order of additions, no more.
         sketch: the view of the model's layers, where the states have one.
+        backend: as of `StateCache`.
     """
 
     states: States
@@ -96,6 +100,7 @@ class Config:
     split: int = 1
     seed: int = 0
     sketch: Views | None = None
+    backend: BackendName = "auto"
 
     def engine(self, model: nn.Module) -> AbstractContextManager:
         """The model decoding in this way inside a `with` block."""
@@ -104,12 +109,23 @@ class Config:
         return patched(
             model,
             window=self.window,
-            max_tokens=1,
+            max_tokens=max(self.steps()),
             checkpoint=self.states.checkpoint,
             view=self.states.view if self.sketch is None else self.sketch,
             rounding=self.states.rounding,
             seed=self.seed,
+            backend=self.backend,
         )
+
+    def steps(self) -> list[int]:
+        """Tokens of the steps that are repeated: one that folds, and the rest of its window.
+
+        A fold comes before the first token behind a full window, and that step reads the
+        checkpoint; so these steps read, token for token, what steps of one token do.
+        """
+        behind = 0 if self.window is None else self.window - 1
+        full, last = divmod(behind, MOST_TOKENS)
+        return [1, *[MOST_TOKENS] * full, *[last] * (last > 0)]
 
 
 REFERENCE = Config(States(), None)
@@ -185,20 +201,22 @@ def logits(
     """
     parts = [part for part in given.chunk(config.split) if len(part)]
     forward: Any = model
-    name = _cache_argument(model)
+    name = cache_argument(model)
     with config.engine(model), torch.inference_mode():
         caches = [forward(part[:, :prompt], use_cache=True)[name] for part in parts]
-        for position in range(prompt, given.shape[1]):
+        sizes = itertools.cycle(config.steps())
+        while prompt < given.shape[1]:
+            end = min(prompt + next(sizes), given.shape[1])
             outs = [
-                forward(part[:, position : position + 1], **{name: cache}, use_cache=True)
+                forward(part[:, prompt:end], **{name: cache}, use_cache=True).logits
                 for part, cache in zip(parts, caches, strict=True)
             ]
-            yield torch.cat([out.logits[:, -1] for out in outs]).float()
-            if (position - prompt) % 16 == 15:
-                advance(16)
+            yield from torch.cat(outs).float().unbind(1)
+            advance(end - prompt)
+            prompt = end
 
 
-def _cache_argument(model: nn.Module) -> str:
+def cache_argument(model: nn.Module) -> str:
     """What the model's class calls its cache; transformers has renamed it over time."""
     taken = inspect.signature(model.forward).parameters
     return next(name for name in ("cache", "cache_params", "past_key_values") if name in taken)

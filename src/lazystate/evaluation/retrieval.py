@@ -125,8 +125,9 @@ def accuracy(
     """
     right = torch.ones(len(drawn.given), dtype=torch.bool)
     following = drawn.given[:, drawn.context + 1 :]
-    for i, row in enumerate(logits(model, drawn.given, drawn.context, config, advance)):
+    given = drawn.given.to(next(model.parameters()).device)
+    for i, row in enumerate(logits(model, given, drawn.context, config, advance)):
         if i < following.shape[1]:
             wanted = drawn.answers[:, i + 1]
-            right &= ~wanted | (row.argmax(-1) == following[:, i])
+            right &= ~wanted | (row.argmax(-1).cpu() == following[:, i])
     return right.tolist()

@@ -44,8 +44,8 @@ class Entry(NamedTuple):
 class Patch:
     """What was done to a model: the options of `patch` and the mixers, in the model's order.
 
-    `storage` are the options of `StateCache` that say how states are stored; `stateful` the modules
-    that had called themselves unfit for assisted generation.
+    `storage` are the options of `StateCache` that say how states are stored and by what; `stateful`
+    the modules that had called themselves unfit for assisted generation.
     """
 
     window: int

@@ -14,7 +14,8 @@ from lazystate import checks
 from lazystate.engines.transformers.adapters import ADAPTERS
 from lazystate.engines.transformers.mixer import Mixer, Patch
 from lazystate.formats import Rounding
-from lazystate.ops import Fold, Views, backend
+from lazystate.ops import BackendName, Fold, Views
+from lazystate.ops import backend as find_backend
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -29,6 +30,7 @@ def patch(
     rounding: Rounding = "stochastic",
     seed: int = 0,
     fold: Fold = "raw",
+    backend: BackendName = "auto",
 ) -> Model:
     """Let a model decode without rewriting its recurrent state for every token.
 
@@ -46,7 +48,8 @@ def patch(
         checkpoint: format of the states. view: format of a smaller copy, which most steps read, or
             a sketch: `open_calibration(FILE).sketch(mean_rank=8)`.
         rounding, seed: into a checkpoint narrower than FP32.
-        fold: "raw", or "cached" for fewer bytes and a small drift. All five as in `StateCache`.
+        fold: "raw", or "cached" for fewer bytes and a small drift. backend: "torch" or "triton",
+            "auto" for Triton on a CUDA device. All six as in `StateCache`.
 
     Returns:
         The model.
@@ -62,14 +65,14 @@ def patch(
         "seed": seed,
         "fold": fold,
     }
-    done = Patch(window, max_tokens, storage)
+    done = Patch(window, max_tokens, {**storage, "backend": backend})
     for module in _recurrent(model):
         adapter = ADAPTERS[type(module).__name__]
         done.mixers.append(Mixer(module, adapter, len(done.mixers), module.forward, done))
     specs = done.specs(torch.float32)
     checks.sizes(specs, 1, window, max_tokens)
     device = next(model.parameters()).device
-    backend("auto", device, checks.storage(specs, **storage), window, max_tokens)
+    find_backend(backend, device, checks.storage(specs, **storage), window, max_tokens)
     for mixer in done.mixers:
         mixer.module.forward = mixer.forward  # pyright: ignore (a decorated method)
     for module in model.modules():
@@ -109,6 +112,7 @@ def patched(
     rounding: Rounding = "stochastic",
     seed: int = 0,
     fold: Fold = "raw",
+    backend: BackendName = "auto",
 ) -> Iterator[None]:
     """A `with` block in which a model is patched, or in which loaded models come out patched.
 
@@ -128,6 +132,7 @@ def patched(
         "rounding": rounding,
         "seed": seed,
         "fold": fold,
+        "backend": backend,
     }
     if model is not None:
         patch(model, **options)
