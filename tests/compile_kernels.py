@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lazystate import StateCache
-from samples import draw, layer, slots
+from samples import draw, draw_raw, layer, slots
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -51,14 +51,18 @@ def compile_only() -> None:
 def main(kind: str, batch: int, tokens: int, options: dict[str, Any]) -> None:
     """One step of `tokens` tokens at a batch of `batch` rows, cursors and commit included.
 
-    options: of the cache, beside those.
+    options: of the cache, beside those, and "prologue", whose raw inputs the step takes.
     """
+    prologue = options.pop("prologue", None)
     compile_only()
     heads = 4 if kind == "kda" else 2
     spec = layer(kind, torch.bfloat16, heads=4, key_heads=heads, key_dim=128, value_dim=64)
     cache = StateCache(spec, batch, max_tokens=tokens, backend="triton", **options)
     ticket = cache.begin(slots(*range(batch)), tokens)
-    cache.step(ticket, 0, *draw(spec, batch, tokens))
+    if prologue is None:
+        cache.step(ticket, 0, *draw(spec, batch, tokens))
+    else:
+        cache.step(ticket, 0, *draw_raw(prologue, spec, batch, tokens))
     cache.commit(ticket)
 
 

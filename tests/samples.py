@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lazystate import LayerSpec, StateCache
-from lazystate.gates import Inputs
+from lazystate.gates import Inputs, Kind, Prologue, Raw
 from lazystate.reference.tokens import TokenCache
 
 _HEADS: dict[str, Any] = {"heads": 4, "key_heads": 2, "key_dim": 8, "value_dim": 5}
@@ -56,6 +56,34 @@ def draw(
     v = normal(spec.heads, spec.value_dim)
     narrow = (x.to(spec.activation) for x in (q, k, v))
     return Inputs(*narrow, log_decay.to(spec.compute), beta)
+
+
+def draw_raw(
+    kind: Kind, spec: LayerSpec, batch: int, tokens: int, *, packed: bool = False, **options: Any
+) -> Raw:
+    """Random raw inputs of a layer, q and k of any length, with a prologue of `options`.
+
+    packed: q, k and v are slices of one tensor, as a projection leaves them.
+    """
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, tokens, *shape).to(spec.activation)
+
+    keys, values = spec.key_heads * spec.key_dim, spec.heads * spec.value_dim
+    q, k, v = normal(2 * keys + values).split([keys, keys, values], -1)
+    if not packed:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    bias = spec.heads * (spec.key_dim if spec.decay == "channel" else 1)
+    weights = {"A_log": torch.randn(spec.heads) / 2, "dt_bias": torch.randn(bias) - 2}
+    return Raw(
+        q.unflatten(-1, (spec.key_heads, spec.key_dim)),
+        k.unflatten(-1, (spec.key_heads, spec.key_dim)),
+        v.unflatten(-1, (spec.heads, spec.value_dim)),
+        normal(*spec.decay_shape),
+        None if kind == "mamba2" else normal(spec.heads),
+        None,
+        Prologue(kind, **weights | options),
+    )
 
 
 def slots(*numbers: int) -> Tensor:

@@ -52,6 +52,20 @@ def test_low_precision_compiles(batch, tokens, options, tmp_path):
     compile_step(tmp_path, "gdn", batch, tokens, options | {"rounding": rounding})
 
 
+@pytest.mark.parametrize(
+    ("kind", "batch", "tokens", "prologue"),
+    [
+        ("gdn", LARGE, 1, "gdn"),
+        pytest.param("kda", SMALL, 4, "kda_softplus", marks=slow),
+        pytest.param("mamba2", LARGE, 1, "mamba2", marks=slow),
+        pytest.param("mamba2", SMALL, 4, "mamba2", marks=slow),
+        pytest.param("gdn", LARGE, 4, "gdn", marks=slow),
+    ],
+)
+def test_fused_gates_compile(kind, batch, tokens, prologue, tmp_path):
+    compile_step(tmp_path, kind, batch, tokens, {"prologue": prologue})
+
+
 def compile_step(folder, kind, batch, tokens, options=None):
     """Compile one step of a model in a process without the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
