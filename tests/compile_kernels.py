@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lazystate import StateCache
+from lazystate.ops.triton.settle import settle
 from samples import draw, draw_raw, layer, slots
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -49,7 +50,7 @@ def compile_only() -> None:
 
 
 def main(kind: str, batch: int, tokens: int, options: dict[str, Any]) -> None:
-    """One step of `tokens` tokens at a batch of `batch` rows, cursors and commit included.
+    """One step of `tokens` tokens at a batch of `batch` rows, and settling them.
 
     options: of the cache, beside those, and "prologue", whose raw inputs the step takes.
     """
@@ -64,6 +65,7 @@ def main(kind: str, batch: int, tokens: int, options: dict[str, Any]) -> None:
     else:
         cache.step(ticket, 0, *draw_raw(prologue, spec, batch, tokens))
     cache.commit(ticket)
+    settle(cache._pools[0], ticket._rows)
 
 
 if __name__ == "__main__":

@@ -78,4 +78,4 @@ def compile_step(folder, kind, batch, tokens, options=None):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     made = {path.stem for path in folder.rglob("*.cubin")}
-    assert made == {"begin_kernel", "step_kernel", "commit_kernel"}
+    assert made == {"begin_kernel", "step_kernel", "commit_kernel", "settle_kernel"}

@@ -112,13 +112,25 @@ def commit_kernel(
     tl.store(writes + slot, 1 + tl.load(at + 7, mask=due, other=0), mask=due)
 
 
+def room(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Uninitialised `Rows.meta` and `Rows.order` of a batch."""
+    meta = torch.empty(batch, 8, dtype=torch.int64, device=device)
+    return meta, torch.empty(batch + 1, dtype=torch.int32, device=device)
+
+
 def begin(
-    cursors: Cursors, slots: Tensor, lengths: Tensor | None, tokens: int, window: int, records: int
+    cursors: Cursors,
+    slots: Tensor,
+    lengths: Tensor | None,
+    tokens: int,
+    window: int,
+    records: int,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> Rows:
-    """See `Backend.begin`."""
+    """See `Backend.begin`. into: `room` for at least the batch, where addresses must not change."""
     batch = slots.numel()
-    meta = torch.empty(batch, 8, dtype=torch.int64, device=slots.device)
-    order = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
+    meta, order = room(batch, slots.device) if into is None else into
+    meta, order = meta[:batch], order[: batch + 1]
     begin_kernel[(1,)](
         slots,
         slots if lengths is None else lengths,

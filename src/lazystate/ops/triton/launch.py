@@ -103,8 +103,12 @@ def step(
     skip: Tensor | None,
     prologue: Prologue | None = None,
     launch: Launch | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One step of one layer, see `Backend.step`; skip: [HV] or None.
+
+    Args:
+        out: where the outputs go, dense; None for a new tensor.
 
     Returns:
         [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length.
@@ -114,7 +118,9 @@ def step(
         raise ValueError(f"skip must be [HV] for the Triton backend, got {list(skip.shape)}")
     batch, tokens = q.shape[:2]
     launch = launch or launch_of(pool, batch, tokens)
-    out = torch.empty(batch, tokens, spec.heads, spec.value_dim, dtype=v.dtype, device=v.device)
+    if out is None:
+        shape = batch, tokens, spec.heads, spec.value_dim
+        out = torch.empty(shape, dtype=v.dtype, device=v.device)
     inputs, strides = inputs_of(q, k, v, log_decay, beta, prologue)
     ring, ring_slot = ring_of(pool)
     storing, states = storing_of(pool), states_of(pool)

@@ -1,0 +1,48 @@
+"""What a vLLM configuration asks of lazystate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lazystate.engines.vllm.options import Options
+from lazystate.engines.vllm.page import Page, mamba2_page
+from lazystate.engines.vllm.support import Setup, refusals
+
+
+def setup_of(vllm_config: Any) -> Setup:
+    """What of an engine's configuration decides whether lazystate can run in it."""
+    from vllm import __version__
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    cache, drafts = vllm_config.cache_config, vllm_config.speculative_config
+    return Setup(
+        version=__version__,
+        architectures=tuple(vllm_config.model_config.architectures),
+        draft_tokens=0 if drafts is None else drafts.num_speculative_tokens,
+        prefix_caching=bool(cache.enable_prefix_caching),
+        kv_connector=vllm_config.kv_transfer_config is not None,
+        stock_replay=getattr(cache, "use_replayssm", False),
+        conv_dim_first=is_conv_state_dim_first(),
+    )
+
+
+def page_asked(
+    vllm_config: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+) -> Page | None:
+    """The page of a Mamba-2 layer; None where lazystate is not asked for.
+
+    Args:
+        shapes, dtypes: of what vLLM's own layer keeps.
+
+    Raises:
+        ValueError: for what lazystate cannot do, with the reasons.
+    """
+    options = Options.of(vllm_config.additional_config)
+    if options is None:
+        return None
+    if reasons := refusals(setup_of(vllm_config), options):
+        raise ValueError("lazystate: " + "; ".join(reasons))
+    return mamba2_page(shapes, dtypes, vllm_config.model_config.dtype, options)

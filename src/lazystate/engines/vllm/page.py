@@ -1,0 +1,134 @@
+"""What one page of one layer holds: vLLM's own states, and behind them the records of a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lazystate.engines.vllm.options import Options
+from lazystate.ops import Storage
+from lazystate.ops.pool import FullView, Pool, Ring
+from lazystate.ops.states import States
+from lazystate.spec import LayerSpec
+
+ALIGN = 16  # bytes, of a vector load
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a page: its name, and shape and dtype of one block's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a page."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Page:
+    """One layer's page.
+
+    vLLM packs parts back to back, so that what aligns them is a part as well ("pad").
+
+    Attributes:
+        spec: of the layer on this device, its heads divided. window: L. storage: of its states.
+        parts: in order; "conv" and "state" are those of vLLM's own layer.
+    """
+
+    spec: LayerSpec
+    window: int
+    storage: Storage
+    parts: tuple[Part, ...]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the parts, as a layer of vLLM states them."""
+        return tuple(part.shape for part in self.parts)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the parts, as a layer of vLLM states them."""
+        return tuple(part.dtype for part in self.parts)
+
+    @property
+    def records(self) -> int:
+        """R, positions of a ring."""
+        return self.window + 1
+
+    def pool(self, tensors: Sequence[Tensor], layer: int) -> Pool:
+        """The pages of one layer as a pool: a slot is a block, and slots are a page apart.
+
+        Args:
+            tensors: of all parts, each [blocks, ...] and dense behind the block.
+            layer: its number, for stochastic rounding.
+        """
+        by_name = {part.name: x for part, x in zip(self.parts, tensors, strict=True)}
+        storage = self.storage
+        key = (storage.seed, layer) if storage.rounding == "stochastic" else None
+        form = storage.checkpoint
+        parts = {"elements": by_name["state"]}
+        states = States(form, self.spec.state_shape, parts, key if form.narrow else None)
+        view = FullView(states, self.spec.compute)
+        names = ("k", "log_decay", "v", "u", "beta")
+        ring = Ring(**{name: by_name.get(name) for name in names})  # type: ignore[arg-type]
+        return Pool(self.spec, self.window, storage.fold, states, ring, view, view, None)
+
+
+def mamba2_page(
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    activation: torch.dtype,
+    options: Options,
+) -> Page:
+    """The page of a Mamba-2 layer.
+
+    Made from what vLLM itself keeps, which the layer and the model's class both state, so that the
+    two cannot disagree on the page.
+
+    Args:
+        shapes, dtypes: of the convolution's state [width - 1, C] and of the state [HV, V, K].
+        activation: dtype of the model.
+    """
+    (_, channels), (heads, value_dim, key_dim) = shapes
+    spec = LayerSpec(
+        heads=heads,
+        key_heads=(channels - heads * value_dim) // (2 * key_dim),
+        key_dim=key_dim,
+        value_dim=value_dim,
+        decay="scalar",
+        erase=False,
+        activation=activation,
+    )
+    storage = options.storage(spec, dtypes[1])
+    records = options.window + 1
+    _, checkpoint = storage.checkpoint.shapes(value_dim, key_dim)["elements"]
+    return Page(
+        spec,
+        options.window,
+        storage,
+        _aligned(
+            Part("conv", tuple(shapes[0]), dtypes[0]),
+            Part("state", tuple(shapes[1]), checkpoint),
+            Part("log_decay", (records, heads), spec.compute),
+            Part("beta", (records, heads), spec.compute),
+            Part("k", (records, spec.key_heads, key_dim), activation),
+            Part("v", (records, heads, value_dim), activation),
+        ),
+    )
+
+
+def _aligned(*parts: Part) -> tuple[Part, ...]:
+    aligned: list[Part] = []
+    for part in parts:
+        aligned.append(part)
+        if rest := -part.nbytes % ALIGN:
+            aligned.append(Part("pad", (rest,), torch.uint8))
+    return tuple(aligned)

@@ -1,0 +1,93 @@
+"""Folds without a step: rings emptied into their checkpoints, before something else reads them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lazystate.ops.pool import Pool
+from lazystate.ops.triton.arguments import (
+    Ring,
+    Stored,
+    pool_shape,
+    ring_of,
+    seed_of,
+    states_of,
+    storing_of,
+)
+from lazystate.ops.triton.cursors import Rows
+from lazystate.ops.triton.fold import fold
+from lazystate.ops.triton.launch import Launch
+
+
+@triton.jit
+def settle_kernel(
+    meta,
+    states,
+    ring,
+    ring_slot,
+    seed,
+    storing: tl.constexpr,
+    tiling: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """One head of one row; arguments as of `step_kernel`."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(meta + row * 8)
+    if (slot >= 0) & (tl.load(meta + row * 8 + 4) != 0):
+        key_head = head // shape.GROUP
+        checkpoint = Stored(
+            states.checkpoint.elements + slot * states.checkpoint_slot.elements,
+            states.checkpoint.scales + slot * states.checkpoint_slot.scales,
+            states.checkpoint.total + slot * states.checkpoint_slot.total,
+        )
+        view = Stored(
+            states.view.elements + slot * states.view_slot.elements,
+            states.view.scales + slot * states.view_slot.scales,
+            states.view.total + slot * states.view_slot.total,
+        )
+        records = Ring(
+            ring.k + slot * ring_slot.k + key_head * shape.K,
+            ring.v + slot * ring_slot.v,
+            ring.u + slot * ring_slot.u,
+            ring.log_decay + slot * ring_slot.log_decay,
+            ring.beta + slot * ring_slot.beta,
+        )
+        fold(
+            head % shape.GROUP,
+            key_head,
+            tl.load(meta + row * 8 + 5) == 0,
+            tl.load(meta + row * 8 + 6).to(tl.int32),
+            tl.load(meta + row * 8 + 1).to(tl.int32),
+            slot,
+            tl.load(meta + row * 8 + 7),
+            seed,
+            checkpoint,
+            view,
+            records,
+            16,
+            storing,
+            tiling,
+            shape,
+        )
+
+
+def settle(pool: Pool, rows: Rows) -> None:
+    """Fold the committed records of every row that is due; nothing is read out or appended."""
+    spec = pool.spec
+    block_v = min(16, triton.next_power_of_2(spec.value_dim))
+    launch = Launch(block_v, triton.cdiv(spec.value_dim, block_v), 1, 1)
+    ring, ring_slot = ring_of(pool)
+    settle_kernel[(rows.meta.shape[0], spec.heads)](
+        rows.meta,
+        states_of(pool),
+        ring,
+        ring_slot,
+        seed_of(pool),
+        storing=storing_of(pool),
+        tiling=launch.tiling(spec.value_dim),
+        shape=pool_shape(pool, False, None),
+        num_warps=1,
+        num_stages=1,
+    )
