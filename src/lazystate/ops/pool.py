@@ -150,6 +150,18 @@ class Storage:
     seed: int
 
 
+def record_parts(spec: LayerSpec, raw: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of every part of one record, by name; raw: with what folds derive u from."""
+    parts = {
+        "k": (spec.activation, (spec.key_heads, spec.key_dim)),
+        "log_decay": (spec.compute, spec.decay_shape),
+        "v": (spec.activation, (spec.heads, spec.value_dim)) if raw else None,
+        "u": (spec.correction, (spec.heads, spec.value_dim)) if spec.erase else None,
+        "beta": (spec.compute, (spec.heads,)) if spec.beta and raw else None,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
 @dataclass
 class Ring:
     """The records of one layer: [slots, R, ...], R = window + max_tokens, one record a position.
@@ -164,9 +176,9 @@ class Ring:
 
     k: Tensor
     log_decay: Tensor
-    v: Tensor | None
-    u: Tensor | None
-    beta: Tensor | None
+    v: Tensor | None = None
+    u: Tensor | None = None
+    beta: Tensor | None = None
     flat: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -174,22 +186,12 @@ class Ring:
         cls, spec: LayerSpec, slots: int, records: int, raw: bool, device: torch.device
     ) -> Ring:
         """Nothing but the record of nothing is initialised. raw: keep what folds derive u from."""
-        parts = {
-            "k": (spec.activation, (spec.key_heads, spec.key_dim)),
-            "log_decay": (spec.compute, spec.decay_shape),
-            "v": (spec.activation, (spec.heads, spec.value_dim)) if raw else None,
-            "u": (spec.correction, (spec.heads, spec.value_dim)) if spec.erase else None,
-            "beta": (spec.compute, (spec.heads,)) if spec.beta and raw else None,
-        }
         flat = {}
-        for name, part in parts.items():
-            if part is not None:
-                flat[name] = torch.empty(
-                    slots * records + 1, *part[1], dtype=part[0], device=device
-                )
-                flat[name][-1] = 0
+        for name, (dtype, shape) in record_parts(spec, raw).items():
+            flat[name] = torch.empty(slots * records + 1, *shape, dtype=dtype, device=device)
+            flat[name][-1] = 0
         shaped = {name: x[:-1].unflatten(0, (slots, records)) for name, x in flat.items()}
-        return cls(**{name: shaped.get(name) for name in parts}, flat=flat)  # type: ignore[arg-type]
+        return cls(**shaped, flat=flat)  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that exist, by name."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lazystate.engines.vllm.options import Options
-from lazystate.engines.vllm.page import Page, mamba2_page
-from lazystate.engines.vllm.support import Setup, refusals
+from lazystate.engines.vllm.page import Page, page_of
+from lazystate.engines.vllm.support import Setup, refusals, version_of
 
 
 def setup_of(vllm_config: Any) -> Setup:
@@ -32,7 +32,7 @@ def setup_of(vllm_config: Any) -> Setup:
 def page_asked(
     vllm_config: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
 ) -> Page | None:
-    """The page of a Mamba-2 layer; None where lazystate is not asked for.
+    """The page of a recurrent layer; None where lazystate is not asked for.
 
     Args:
         shapes, dtypes: of what vLLM's own layer keeps.
@@ -43,6 +43,10 @@ def page_asked(
     options = Options.of(vllm_config.additional_config)
     if options is None:
         return None
-    if reasons := refusals(setup_of(vllm_config), options):
+    setup = setup_of(vllm_config)
+    if reasons := refusals(setup, options):
         raise ValueError("lazystate: " + "; ".join(reasons))
-    return mamba2_page(shapes, dtypes, vllm_config.model_config.dtype, options)
+    version = version_of(setup.version)
+    assert version is not None
+    (kind,) = {each.kind for name in setup.architectures if (each := version.architecture(name))}
+    return page_of(kind, shapes, dtypes, vllm_config.model_config.dtype, options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,9 +19,8 @@ from vllm.v1.attention.backends.mamba2_attn import (
 
 from lazystate.engines.vllm.asked import page_asked
 from lazystate.engines.vllm.group import Group
-from lazystate.engines.vllm.page import Page
+from lazystate.engines.vllm.paged import Paged
 from lazystate.gates import Prologue
-from lazystate.ops.pool import Pool
 from lazystate.ops.triton.cursors import Rows
 from lazystate.ops.triton.launch import step
 from lazystate.ops.triton.settle import settle
@@ -74,39 +72,25 @@ class ReplayBackend(Mamba2AttentionBackend):
         return ReplayBuilder
 
 
-class ReplayMixer2(MambaMixer2):
+class ReplayMixer2(Paged, MambaMixer2):
     """vLLM's layer; where lazystate is asked for, rows that decode go through checkpoint and ring.
 
     Prefill is vLLM's own: it reads and writes the checkpoint, with the ring empty.
     """
 
-    page: Page | None = None
+    backend = ReplayBackend
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         stock = super().get_state_shape(), super().get_state_dtype()
         self.page = page_asked(get_current_vllm_config(), *stock)
-        self._pool: Pool | None = None
         self._prologue: Prologue | None = None
 
-    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a page's parts."""
-        return super().get_state_shape() if self.page is None else self.page.shapes
-
-    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of a page's parts."""
-        return super().get_state_dtype() if self.page is None else self.page.dtypes
-
-    def get_attn_backend(self) -> type:
-        """The backend whose builder decides steps."""
-        return super().get_attn_backend() if self.page is None else ReplayBackend
-
     def _warmup_ssd_kernels(self, projected_states: Tensor) -> None:
-        page, self.page = self.page, None  # it unpacks the dtypes of two states
-        try:
+        if self.page is not None:
+            self._gates()  # before any graph is captured
+        with self.unpaged():
             super()._warmup_ssd_kernels(projected_states)
-        finally:
-            self.page = page
 
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> Any:
         """Convolution and recurrence of a batch, rows that decode first.
@@ -122,7 +106,7 @@ class ReplayMixer2(MambaMixer2):
         decoded = own.num_decode_tokens
         if own.num_prefills > 0:
             if own.prep_initial_states and own.settling is not None:
-                settle(self._pages(), own.settling)
+                settle(self.pool(), own.settling)
             metadata[self.prefix] = replace(own, num_decodes=0, num_decode_tokens=0)
             super().conv_ssm_forward(projected_states[decoded:], output[decoded:])
             metadata[self.prefix] = own
@@ -147,7 +131,7 @@ class ReplayMixer2(MambaMixer2):
         x, B, C = self.split_hidden_states_B_C_fn(mixed)
         keys, values = (spec.key_heads, spec.key_dim), (spec.heads, spec.value_dim)
         step(
-            self._pages(),
+            self.pool(),
             metadata.decoding,
             C.unflatten(-1, keys).unsqueeze(1),
             B.unflatten(-1, keys).unsqueeze(1),
@@ -158,18 +142,6 @@ class ReplayMixer2(MambaMixer2):
             self._gates(),
             out=output.view(-1, 1, *values),
         )
-
-    def _pages(self) -> Pool:
-        """The layer's pages as vLLM has bound them last."""
-        assert self.page is not None
-        state = self.kv_cache[1]
-        known = None if self._pool is None else self._pool.checkpoint
-        if known is None or (known.data_ptr(), known.shape) != (state.data_ptr(), state.shape):
-            number = re.search(r"\d+", self.prefix)
-            layer = int(number.group()) if number else 0
-            self._pool = self.page.pool(self.kv_cache, layer)
-        assert self._pool is not None
-        return self._pool
 
     def _gates(self) -> Prologue:
         """A_log from vLLM's A = -exp(A_log); where random weights have A >= 0, no decay."""

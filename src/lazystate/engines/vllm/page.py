@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lazystate.engines.vllm.options import Options
+from lazystate.engines.vllm.support import Kind
 from lazystate.ops import Storage
-from lazystate.ops.pool import FullView, Pool, Ring
+from lazystate.ops.pool import FullView, Pool, Ring, record_parts
 from lazystate.ops.states import States
 from lazystate.spec import LayerSpec
 
@@ -77,23 +78,26 @@ class Page:
         parts = {"elements": by_name["state"]}
         states = States(form, self.spec.state_shape, parts, key if form.narrow else None)
         view = FullView(states, self.spec.compute)
-        names = ("k", "log_decay", "v", "u", "beta")
-        ring = Ring(**{name: by_name.get(name) for name in names})  # type: ignore[arg-type]
+        raw = not self.spec.erase or storage.fold == "raw"
+        records = {name: by_name[name] for name in record_parts(self.spec, raw)}
+        ring = Ring(**records)  # type: ignore[arg-type]
         return Pool(self.spec, self.window, storage.fold, states, ring, view, view, None)
 
 
-def mamba2_page(
+def page_of(
+    kind: Kind,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     activation: torch.dtype,
     options: Options,
 ) -> Page:
-    """The page of a Mamba-2 layer.
+    """The page of a layer.
 
     Made from what vLLM itself keeps, which the layer and the model's class both state, so that the
     two cannot disagree on the page.
 
     Args:
+        kind: of the layer.
         shapes, dtypes: of the convolution's state [width - 1, C] and of the state [HV, V, K].
         activation: dtype of the model.
     """
@@ -103,26 +107,23 @@ def mamba2_page(
         key_heads=(channels - heads * value_dim) // (2 * key_dim),
         key_dim=key_dim,
         value_dim=value_dim,
-        decay="scalar",
-        erase=False,
+        decay="channel" if kind == "kda" else "scalar",
+        erase=kind != "mamba2",
         activation=activation,
     )
     storage = options.storage(spec, dtypes[1])
     records = options.window + 1
+    raw = not spec.erase or storage.fold == "raw"
     _, checkpoint = storage.checkpoint.shapes(value_dim, key_dim)["elements"]
-    return Page(
-        spec,
-        options.window,
-        storage,
-        _aligned(
-            Part("conv", tuple(shapes[0]), dtypes[0]),
-            Part("state", tuple(shapes[1]), checkpoint),
-            Part("log_decay", (records, heads), spec.compute),
-            Part("beta", (records, heads), spec.compute),
-            Part("k", (records, spec.key_heads, key_dim), activation),
-            Part("v", (records, heads, value_dim), activation),
+    parts = [
+        Part("conv", tuple(shapes[0]), dtypes[0]),
+        Part("state", tuple(shapes[1]), checkpoint),
+        *(
+            Part(name, (records, *shape), dtype)
+            for name, (dtype, shape) in record_parts(spec, raw).items()
         ),
-    )
+    ]
+    return Page(spec, options.window, storage, _aligned(*parts))
 
 
 def _aligned(*parts: Part) -> tuple[Part, ...]:

@@ -22,8 +22,10 @@ def register() -> None:
         return
     if "MambaMixer2" in op_registry_oot:  # called before in this process
         return
+    from lazystate.engines.vllm.gdn import ReplayDeltaNet
     from lazystate.engines.vllm.mamba2 import ReplayMixer2
 
     PluggableLayer.register_oot(ReplayMixer2, name="MambaMixer2")
+    PluggableLayer.register_oot(ReplayDeltaNet, name="QwenGatedDeltaNetAttention")
     for each in version.architectures:
         ModelRegistry.register_model(each.name, f"lazystate.engines.vllm.models:{each.name}")

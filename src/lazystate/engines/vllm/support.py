@@ -107,6 +107,19 @@ _MAMBA2 = tuple(
     )
 )
 
+_QWEN = tuple(
+    Architecture(name, "gdn", "QwenGatedDeltaNetAttention")
+    for name in (
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    )
+)
+_QWEN_TEXT = tuple(
+    Architecture(name, "gdn", "QwenGatedDeltaNetAttention")
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+)
+
 _FEATURES = (
     Feature(STANDARD),
     Feature(GRAPHS),
@@ -119,8 +132,8 @@ _FEATURES = (
 )
 
 VERSIONS = (
-    Version("0.33", "0.33.0", _MAMBA2, _FEATURES),
-    Version("0.26", "0.26.0", _MAMBA2, _FEATURES),
+    Version("0.33", "0.33.0", (*_MAMBA2, *_QWEN, *_QWEN_TEXT), _FEATURES),
+    Version("0.26", "0.26.0", (*_MAMBA2, *_QWEN), _FEATURES),
 )
 
 
