@@ -30,7 +30,7 @@ from kernels.jobs import Report, dry, jobs, run, warm
 from lazystate.ops.tables import slug
 from timing import ceilings
 
-PARTS = ("decode", "verify", "fold", "peers", "window", "drift", "ncu", "low")
+PARTS = ("decode", "verify", "fold", "peers", "window", "drift", "ncu", "low", "gates")
 
 
 def options() -> argparse.ArgumentParser:
@@ -79,6 +79,8 @@ def line(row: dict[str, Any]) -> str:
     case = (
         f"B {row['batch']:4} T {row['tokens']:2} kept {row['kept']:2} L {row['window'] or '-':>2}"
     )
+    if row.get("gates", "prepared") != "prepared":
+        what += f"{row['gates']} fused "
     if row["bench"] == "low":
         what += f"{row['checkpoint']:6}{row['view']:6}"
     return (

@@ -60,6 +60,7 @@ def measured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         ours = row["bench"] in ("decode", "verify") and row["impl"] == "lazystate"
+        ours = ours and row.get("gates", "prepared") == "prepared"
         if ours and row["method"] in methods and row["kept"] == row["tokens"] and row["us"]:
             case = Case(row["layer"], LAYERS[row["layer"]], row["batch"], row["tokens"])
             found.append(entry(Trial(row["method"], case, ()), row["launch"], row["us"]))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from lazystate import LayerSpec
 from lazystate.formats import FORMATS
+from lazystate.gates import Kind
 from lazystate.planner import step_us
 from lazystate.presets import preset
 
@@ -22,9 +23,17 @@ LAYERS = {
         "M2": "Nemotron-3-Super-120B",
         "G1": "Qwen3.5-4B",
         "G2": "Qwen3.5-122B-A10B",
-        # One KDA row stands for both gates: steps take log-decays, whatever made them.
+        # Prepared, one KDA row stands for both gates: steps take log-decays, whatever made them.
         "K1": "GLM-5.3-Flash",
     }.items()
+}
+
+PROLOGUES: dict[str, tuple[Kind, ...]] = {
+    "M1": ("mamba2",),
+    "M2": ("mamba2",),
+    "G1": ("gdn",),
+    "G2": ("gdn",),
+    "K1": ("kda_bounded", "kda_softplus"),
 }
 
 
@@ -44,6 +53,7 @@ class Case:
         tokens: T of a step. kept: tokens of a step that are committed, 1 to T.
         window: L of replay. checkpoint, view: formats of the state and of what steps read of it;
             without a view that is the checkpoint.
+        prologue: what raw inputs are taken with, gates fused; None for prepared inputs.
     """
 
     layer: str
@@ -54,6 +64,7 @@ class Case:
     window: int = WINDOW
     checkpoint: str = "fp32"
     view: str | None = None
+    prologue: Kind | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -121,6 +132,7 @@ def row(
         "method": method,
         "view": case.view or "full",
         "checkpoint": case.checkpoint,
+        "gates": case.prologue or "prepared",
         "window": case.window if method == "replay" else None,
         "phases": phases,
         "us": us,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cases import Case
-from kernels.runs import Plain, Replay
+from kernels.runs import Plain, Replay, rows_of
 from lazystate import StateCache
 from lazystate.ops.triton.launch import Launch
 from timing import DEVICE
@@ -46,7 +46,7 @@ def replay_error(run: Replay, launch: Launch | None = None) -> float:
     slots = run.rows[rows]
     held = run.cache.export(slots)
     twin.import_(slots, {name: held[name] for name in twin.export(slots)})
-    step = [x[rows] for x in run.steps[0]]
+    step = rows_of(run.steps[0], rows)
     kept = None if run.kept is None else run.kept[rows]
     outs, expected = [], []
     for _ in range(case.period + 1):
@@ -80,7 +80,7 @@ def plain_error(run: Plain, tile: dict[str, Any]) -> float:
     slots = torch.arange(len(rows), device=DEVICE)
     out = run.step(tile)[rows]
     ticket = twin.begin(slots, case.tokens)
-    expected = twin.step(ticket, 0, *(x[rows] for x in run.steps[0]))
+    expected = twin.step(ticket, 0, *rows_of(run.steps[0], rows))
     twin.commit(ticket)
     last = run.target[rows] if run.target.dim() == 1 else run.target[rows, -1]
     (state,) = twin.materialize(slots)

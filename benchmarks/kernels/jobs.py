@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kernels import low, measure
-from kernels.cases import LAYERS, VERIFY, WINDOWS, Case, Ceilings
+from kernels.cases import LAYERS, PROLOGUES, VERIFY, WINDOWS, Case, Ceilings
 
 Row = dict[str, Any]
 Rows = Callable[[Case, Ceilings, bool], Iterator[Row]]
@@ -48,6 +48,8 @@ class Job:
         settings = [measure.launch_of(case), *measure.tiles(case, snapshots=case.tokens > 1)]
         if self.part == "low":
             settings.append({"checkpoint": case.checkpoint, "view": case.view})
+        if case.prologue:
+            settings.append({"prologue": case.prologue})
         special = case.batch == 1, case.batch % 16 == 0
         if self.part == "peers":  # which choose by batch
             settings.append({"batch": case.batch})
@@ -76,6 +78,7 @@ def jobs(parts: Sequence[str], layers: Sequence[str], batches: Sequence[int]) ->
         "peers": _peers,
         "drift": _drift,
         "ncu": _ncu,
+        "gates": _gates,
         "low": _low,
     }
     return [job for part in parts for job in made[part](layers, batches)]
@@ -128,6 +131,17 @@ def _decode(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
     order = sorted(batches, key=lambda b: WANTED.index(b) if b in WANTED else len(WANTED))
     cases = [Case(name, LAYERS[name], batch) for batch in order for name in layers]
     return [Job("decode", case, measure.decode) for case in cases]
+
+
+def _gates(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    return [
+        Job("gates", Case(name, LAYERS[name], batch, tokens, prologue=kind), rows)
+        for tokens, rows in ((1, measure.decode), (4, measure.verify))
+        for batch in ([512, 32, 1] if tokens == 1 else [256])
+        if batch in batches
+        for name in layers
+        for kind in PROLOGUES[name]
+    ]
 
 
 def _verify(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:

@@ -10,27 +10,45 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from kernels.cases import Case
-from lazystate import LayerSpec, StateCache
+from lazystate import StateCache
 from lazystate.formats import FORMATS
+from lazystate.gates import Prologue
 from lazystate.ops import BackendName
 from lazystate.ops.triton.launch import Launch, step
 from lazystate.ops.triton.plain import plain_step
 from timing import DEVICE
 
 INPUT_SETS = 8  # layers take turns with them
+# What `StateCache.step` takes behind the layer, skip and prologue included.
+Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Prologue | None]
 
 
-def inputs(spec: LayerSpec, batch: int, tokens: int) -> list[Tensor]:
-    """Random prepared inputs of a step: unit keys, mild decays."""
+def inputs(case: Case) -> Step:
+    """Random inputs of a step, raw or prepared; unit keys, mild decays."""
+    spec = case.spec
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(batch, tokens, *shape, device=DEVICE)
+        return torch.randn(case.batch, case.tokens, *shape, device=DEVICE)
 
-    k = normalize(normal(spec.key_heads, spec.key_dim), dim=-1)
-    q, v = normal(spec.key_heads, spec.key_dim), normal(spec.heads, spec.value_dim)
-    log_decay = -softplus(normal(*spec.decay_shape) - 3)
-    step = [x.to(spec.activation) for x in (q, k, v)] + [log_decay]
-    return [*step, torch.sigmoid(normal(spec.heads))] if spec.beta else step
+    q, k = normal(spec.key_heads, spec.key_dim), normal(spec.key_heads, spec.key_dim)
+    k = normalize(k, dim=-1)
+    v, gate, b = normal(spec.heads, spec.value_dim), normal(*spec.decay_shape), normal(spec.heads)
+    q, k, v = (x.to(spec.activation) for x in (q, k, v))
+    if case.prologue is None:
+        beta = torch.sigmoid(b) if spec.beta else None
+        return q, k, v, -softplus(gate - 3), beta, None, None
+    bound = -5.0 if case.prologue == "kda_bounded" else 0.0
+    rate = torch.zeros(spec.heads, device=DEVICE)
+    bias = torch.full((gate[0, 0].numel(),), -3.0, device=DEVICE)
+    raw = None if case.prologue == "mamba2" else b.to(spec.activation)
+    gate = gate.to(spec.activation)
+    return q, k, v, gate, raw, None, Prologue(case.prologue, rate, bias, lower_bound=bound)
+
+
+def rows_of(step: Step, rows: Tensor) -> Step:
+    """The inputs of some batch rows."""
+    q, k, v, gate, b, skip, prologue = step
+    return q[rows], k[rows], v[rows], gate[rows], None if b is None else b[rows], skip, prologue
 
 
 class Replay:
@@ -61,7 +79,7 @@ class Replay:
         phase = torch.arange(case.batch, device=DEVICE) % case.period * case.kept
         self.cache.load(self.rows, [state] * layers, phase=phase)
         sets = min(layers, INPUT_SETS)
-        self.steps = [inputs(case.spec, case.batch, case.tokens) for _ in range(sets)]
+        self.steps = [inputs(case) for _ in range(sets)]
         self.kept = None
         if case.kept < case.tokens:
             self.kept = torch.full((case.batch,), case.kept, device=DEVICE)
@@ -75,11 +93,11 @@ class Replay:
         self.cache._open = None  # a setting that did not run has left its step open
         ticket = self.cache.begin(self.rows, self.case.tokens)
 
-        def one(layer: int, x: list[Tensor]) -> Tensor:
+        def one(layer: int, x: Step) -> Tensor:
             if launch is None:
                 return self.cache.step(ticket, layer, *x)
             ticket._stepped.add(layer)
-            return step(self.cache._pools[layer], ticket._rows, *_all(x), launch=launch)
+            return step(self.cache._pools[layer], ticket._rows, *x, launch=launch)
 
         out = self._layers(one)
         self.cache.commit(ticket, self.kept)
@@ -95,16 +113,11 @@ class Replay:
         cache, backend = self.cache, self.cache._backend
         tokens, records = self.case.tokens, cache._records
         rows = backend.begin(cache._cursors, self.rows, None, tokens, cache.window, records)
-        self._layers(lambda layer, x: step(cache._pools[layer], rows, *_all(x), launch=launch))
+        self._layers(lambda layer, x: step(cache._pools[layer], rows, *x, launch=launch))
 
-    def _layers(self, one: Callable[[int, list[Tensor]], Tensor]) -> Tensor:
+    def _layers(self, one: Callable[[int, Step], Tensor]) -> Tensor:
         outs = [one(i, self.steps[i % len(self.steps)]) for i in range(self.layers)]
         return outs[0]
-
-
-def _all(x: list[Tensor]) -> tuple[Any, ...]:
-    """(q, k, v, log_decay, beta or None, no skip)."""
-    return (*x, *(None for _ in range(6 - len(x))))
 
 
 class Plain:
@@ -127,7 +140,7 @@ class Plain:
         if snapshots:
             self.target = self.source[:, None] + 1 + torch.arange(case.tokens, device=DEVICE)
         sets = min(layers, INPUT_SETS)
-        self.steps = [inputs(case.spec, case.batch, case.tokens) for _ in range(sets)]
+        self.steps = [inputs(case) for _ in range(sets)]
 
     def step(self, tile: dict[str, Any]) -> Tensor:
         """One step of every layer; the first layer's outputs [B, T, HV, V]."""

@@ -144,7 +144,8 @@ def _gdn_inputs(module: Module, mixed: Tensor, raw: tuple[Tensor, ...]) -> Raw:
     v = v.view(*mixed.shape[:2], module.num_v_heads, module.head_v_dim)
     beta_scale = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
     prologue = Prologue("gdn", module.A_log, module.dt_bias, beta_scale=beta_scale)
-    return Raw(q.view(shape), k.view(shape), v, *raw, None, prologue)
+    a, b = raw
+    return Raw(q.view(shape), k.view(shape), v, a, b, None, prologue)
 
 
 def _gdn_finish(module: Module, out: Tensor, gate: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class Options:
             raise ValueError(f"window must be 1 to 64, got {self.window}")
         if self.checkpoint not in (None, *CHECKPOINTS):
             raise ValueError(
-                f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}: vLLM "
-                "writes it in prefill"
+                f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}: "
+                "vLLM writes it in prefill"
             )
 
     @classmethod
