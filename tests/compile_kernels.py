@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from lazystate import StateCache
 from lazystate.ops.triton.settle import settle
+from lazystate.sketch.view import Sketch
 from samples import draw, draw_raw, layer, slots
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -52,12 +53,16 @@ def compile_only() -> None:
 def main(kind: str, batch: int, tokens: int, options: dict[str, Any]) -> None:
     """One step of `tokens` tokens at a batch of `batch` rows, and settling them.
 
-    options: of the cache, beside those, and "prologue", whose raw inputs the step takes.
+    options: of the cache, beside those; "prologue", whose raw inputs the step takes; and "ranks"
+        [4], which make the view a sketch.
     """
     prologue = options.pop("prologue", None)
     compile_only()
     heads = 4 if kind == "kda" else 2
     spec = layer(kind, torch.bfloat16, heads=4, key_heads=heads, key_dim=128, value_dim=64)
+    if ranks := options.pop("ranks", None):
+        omega = torch.linalg.qr(torch.randn(1, 4, 128, max(ranks))).Q
+        options["view"] = Sketch(omega, torch.tensor([ranks]))
     cache = StateCache(spec, batch, max_tokens=tokens, backend="triton", **options)
     ticket = cache.begin(slots(*range(batch)), tokens)
     if prologue is None:

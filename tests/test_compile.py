@@ -66,6 +66,21 @@ def test_fused_gates_compile(kind, batch, tokens, prologue, tmp_path):
     compile_step(tmp_path, kind, batch, tokens, {"prologue": prologue})
 
 
+@pytest.mark.parametrize(
+    ("kind", "batch", "tokens", "options"),
+    [
+        ("gdn", LARGE, 1, {"checkpoint": "fp16", "window": 32}),
+        pytest.param("mamba2", LARGE, 1, {"window": 32}, marks=slow),
+        pytest.param("kda", LARGE, 1, {"window": 32}, marks=slow),
+        pytest.param("mamba2", SMALL, 4, {"window": 64}, marks=slow),
+        pytest.param("gdn", LARGE, 4, {"window": 32}, marks=slow),
+        pytest.param("kda", LARGE, 4, {"window": 16}, marks=slow),
+    ],
+)
+def test_sketches_compile(kind, batch, tokens, options, tmp_path):
+    compile_step(tmp_path, kind, batch, tokens, options | {"ranks": [2, 20, 0, 8]})
+
+
 def compile_step(folder, kind, batch, tokens, options=None):
     """Compile one step of a model in a process without the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -7,13 +7,13 @@ from typing import Literal, cast
 
 import torch
 
-from lazystate.formats import Format
 from lazystate.ops.backend import Backend, Census
 from lazystate.ops.pool import (
     CastView,
     Cursors,
     Fold,
     FullView,
+    LowRank,
     Pool,
     Ring,
     Storage,
@@ -37,6 +37,7 @@ __all__ = [
     "Cursors",
     "Fold",
     "FullView",
+    "LowRank",
     "Pool",
     "Ring",
     "States",
@@ -69,8 +70,11 @@ def backend(
         name = "triton" if device.type == "cuda" else "torch"
     if name not in ("torch", "triton"):
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {name!r}")
-    if name == "triton" and not (storage.view is None or isinstance(storage.view, Format)):
-        raise ValueError("backend triton has no kernels yet for sketches: take backend='torch'")
+    if name == "triton" and getattr(storage.view, "map", None) == "exact":
+        raise ValueError(
+            "backend triton has no kernel for the map 'exact' of a sketch: take map 'pivot' or "
+            "'offline', or backend='torch'"
+        )
     if name == "triton" and storage.checkpoint.name == "fp64":
         raise ValueError("checkpoint fp64 needs backend='torch', got the backend triton")
     if name == "triton":

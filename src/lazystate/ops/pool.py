@@ -48,6 +48,20 @@ class View(Protocol):
         ...
 
 
+@runtime_checkable
+class LowRank(View, Protocol):
+    """A view U C, a rank for each head, as kernels read and write it: see `sketch.SketchView`."""
+
+    omega: Tensor
+    ranks: Tensor
+    fixed: Tensor
+    map: str
+    pivots: int
+    ridge: float
+    stored: dict[str, Tensor]
+    places: Tensor
+
+
 @dataclass(frozen=True)
 class FullView:
     """The checkpoint itself: nothing of its own to store."""

@@ -5,9 +5,10 @@ A table is {"gpu", "torch", "triton", "date", "commit", "entries"}; an entry is 
     {"method": "replay", "shape": {...}, "batch": 256, "tokens": 1, "window": 16,
      "setting": {"block_v": 32, ...}, "us": 402.1}
 
-method is "replay" (the step kernel), "plain" (the conventional one) or "snapshot" (the same with a
-state after every token); us is microseconds of one step of one layer at its best setting, rows at
-mixed phases and all tokens kept. Settings are names and numbers: this module knows no kernel.
+method is "replay" (the step kernel), "sketch" (the same where it reads sketches), "plain" (the
+conventional one) or "snapshot" (the same with a state after every token); us is microseconds of one
+step of one layer at its best setting, rows at mixed phases and all tokens kept. Settings are names
+and numbers: this module knows no kernel.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ class SketchView:
         omega: [HV, K, G], zero behind a head's rank. ranks: int64 [HV], `DENSE` for a dense head.
         fixed: [HV, G, K], what stays the same for every request: Omega^T, or the offline map.
         map, pivots, ridge: which coefficient map, and its P and lambda.
+        places: int64 [HV], a dense head's number among the dense heads.
         stored: by name, slot first: `sketch` [slots, HV, V, G]; of the pivot map `keep`
             [.., HV, G], `mix` [.., HV, G, p], `keys` [.., HV, K, p]; of the exact map `map`
             [.., HV, G, K]; with dense heads `copy` [slots, dense heads, V, K].
@@ -113,6 +114,7 @@ class SketchView:
     pivots: int
     ridge: float
     stored: dict[str, Tensor]
+    places: Tensor
 
     @classmethod
     def allocate(
@@ -128,7 +130,9 @@ class SketchView:
         metric: Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> SketchView:
-        """Room for the sketches of `slots` states, on omega's device; nothing is initialised.
+        """Room for the sketches of `slots` states, on omega's device.
+
+        All zeros: what lies behind a head's rank stays so, whichever backend writes the rest.
 
         Args:
             omega: [HV, K, G], compute dtype, orthonormal columns, leading first.
@@ -159,14 +163,14 @@ class SketchView:
             shapes |= {"keys": (heads, key_dim, pivots)}
         elif map == "exact":
             shapes |= {"map": (heads, largest, key_dim)}
-        dense = int((ranks == DENSE).sum())
-        if dense:
+        places = (ranks == DENSE).cumsum(0) - 1
+        if dense := int(places[-1]) + 1:
             shapes |= {"copy": (dense, value_dim, key_dim)}
         stored = {
-            name: torch.empty(slots, *shape, dtype=dtype, device=omega.device)
+            name: torch.zeros(slots, *shape, dtype=dtype, device=omega.device)
             for name, shape in shapes.items()
         }
-        return cls(omega, ranks, fixed.contiguous(), map, pivots, ridge, stored)
+        return cls(omega, ranks, fixed.contiguous(), map, pivots, ridge, stored, places)
 
     def read(self, slots: Tensor | None, vectors: Tensor) -> Tensor:
         """The product S x: slots [B], vectors [B, X, K, n] -> [B, X, rows, n], X dividing HV.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lazystate.formats import Format
 from lazystate.gates import Prologue
-from lazystate.ops.pool import CastView, Pool
+from lazystate.ops.pool import CastView, LowRank, Pool
 from lazystate.ops.states import States
 from lazystate.spec import LayerSpec
 
@@ -60,13 +60,30 @@ class Stored(NamedTuple):
     total: Any
 
 
+class Sketched(NamedTuple):
+    """The parts of sketches, see `SketchView`, or their strides of a slot, 0 for what has none.
+
+    places: int64 [HV], a dense head's number among the dense heads.
+    """
+
+    sketch: Any
+    keep: Any
+    mix: Any
+    keys: Any
+    copy: Any
+    fixed: Any
+    omega: Any
+    ranks: Any
+    places: Any
+
+
 class Copies(NamedTuple):
     """What is kept of all states: checkpoint and view, each with its strides."""
 
     checkpoint: Stored
     checkpoint_slot: Stored
-    view: Stored
-    view_slot: Stored
+    view: Stored | Sketched
+    view_slot: Stored | Sketched
 
 
 class Constants:
@@ -177,8 +194,26 @@ class Form(Constants):
 
 
 @dataclass(frozen=True)
+class SketchForm(Constants):
+    """A sketch, where another view has a number format.
+
+    Attributes:
+        KIND: "sketch". MAP: "pivot" or "offline". G: largest rank. P: pivots. PP: P, or the next
+            power of two. RIDGE: lambda. COPY: whether there are dense heads.
+    """
+
+    KIND: str
+    MAP: str
+    G: int
+    P: int
+    PP: int
+    RIDGE: float
+    COPY: bool
+
+
+@dataclass(frozen=True)
 class Storing(Constants):
-    """What a fold writes: `Form`s of checkpoint and view.
+    """What a fold writes: the checkpoint's `Form`, and the view's.
 
     Attributes:
         VIEW: whether there is a view. STOCHASTIC: how the checkpoint is rounded. PLAIN: the states
@@ -187,7 +222,7 @@ class Storing(Constants):
     """
 
     checkpoint: Form
-    view: Form
+    view: Form | SketchForm
     VIEW: bool
     STOCHASTIC: bool
     PLAIN: bool
@@ -217,30 +252,65 @@ def _per_byte(form: Format) -> int:
 
 def storing_of(pool: Pool) -> Storing:
     """What folds of a pool write."""
-    checkpoint = pool.states.form
-    viewed = isinstance(pool.view, CastView)
-    view = pool.view.states.form if isinstance(pool.view, CastView) else checkpoint
-    return _storing(checkpoint, view, viewed, pool.states.key, pool.spec.key_dim)
+    checkpoint, view, key_dim = pool.states.form, pool.view, pool.spec.key_dim
+    if isinstance(view, LowRank):
+        return _storing(checkpoint, _sketch_form(view), True, pool.states.key, key_dim)
+    viewed = isinstance(view, CastView)
+    read = view.states.form if isinstance(view, CastView) else checkpoint
+    return _storing(checkpoint, read, viewed, pool.states.key, key_dim)
+
+
+def _sketch_form(view: LowRank) -> SketchForm:
+    return _sketch_constants(
+        view.map, view.omega.shape[2], view.pivots, view.ridge, "copy" in view.stored
+    )
+
+
+@cache
+def _sketch_constants(map: str, rank: int, pivots: int, ridge: float, dense: bool) -> SketchForm:
+    return SketchForm(
+        KIND="sketch",
+        MAP=map,
+        G=rank,
+        P=pivots,
+        PP=triton.next_power_of_2(pivots),
+        RIDGE=ridge,
+        COPY=dense,
+    )
 
 
 @cache
 def _storing(
-    checkpoint: Format, view: Format, viewed: bool, key: tuple[int, int] | None, key_dim: int
+    checkpoint: Format,
+    view: Format | SketchForm,
+    viewed: bool,
+    key: tuple[int, int] | None,
+    key_dim: int,
 ) -> Storing:
+    named = view.name if isinstance(view, Format) else "sketch"
     return Storing(
         checkpoint=form_of(checkpoint, key_dim),
-        view=form_of(view, key_dim),
+        view=form_of(view, key_dim) if isinstance(view, Format) else view,
         VIEW=viewed,
         STOCHASTIC=key is not None,
         PLAIN=checkpoint.dense and not viewed and key is None,
-        TOTAL="nvfp4" in (checkpoint.name, view.name),
+        TOTAL="nvfp4" in (checkpoint.name, named),
     )
 
 
 def states_of(pool: Pool) -> Copies:
     """A pool's checkpoints and views; what is absent is never touched."""
+    if isinstance(pool.view, LowRank):
+        return Copies(*_stored(pool.states), *_sketched(pool.view))
     view = pool.view.states if isinstance(pool.view, CastView) else pool.states
     return Copies(*_stored(pool.states), *_stored(view))
+
+
+def _sketched(view: LowRank) -> tuple[Sketched, Sketched]:
+    u = view.stored["sketch"]
+    moving = [view.stored.get(name, u) for name in ("sketch", "keep", "mix", "keys", "copy")]
+    parts = Sketched(*moving, view.fixed, view.omega, view.ranks, view.places)
+    return parts, Sketched(*(part.stride(0) for part in moving), 0, 0, 0, 0)
 
 
 def _stored(states: States) -> tuple[Stored, Stored]:
@@ -330,7 +400,8 @@ def pool_shape(pool: Pool, viewed: bool, prologue: Prologue | None) -> Shape:
         states = pool.view.states
     raw = ring.v is not None
     gate = gate_of(prologue, pool.spec.key_dim)
-    return shape_of(pool.spec, gate, pool.window, ring.k.shape[1], raw, _per_byte(states.form))
+    order = 1 if viewed and isinstance(pool.view, LowRank) else _per_byte(states.form)
+    return shape_of(pool.spec, gate, pool.window, ring.k.shape[1], raw, order)
 
 
 def inputs_of(

@@ -28,6 +28,7 @@ from lazystate.ops.triton.gates import (
     load_vector,
     normalised,
 )
+from lazystate.ops.triton.sketch import SKETCH, read_sketch
 
 
 @triton.jit
@@ -57,7 +58,8 @@ def decode(
     fresh_key = ks
     gate = ()
     early = ()
-    if tiling.TILES == 1:  # on its way while the scores are formed
+    sketched: tl.constexpr = form.KIND == SKETCH
+    if tiling.TILES == 1 and not sketched:  # on its way while the scores are formed
         at = first * shape.V + part % tiling.PER_HEAD * tiling.BV + tl.arange(0, tiling.BV)
         early = read_rows(state, at, (at < (first + 1) * shape.V) & stored, form, shape)
     q_scores, k_scores = _scores(
@@ -85,9 +87,8 @@ def decode(
         channel = n % tiling.PER_HEAD * tiling.BV + tl.arange(0, tiling.BV)
         in_v = tl.full([tiling.BV], 1, tl.int1) if shape.V % tiling.BV == 0 else channel < shape.V
         at_v = head * shape.V + channel
-        if tiling.TILES == 1:
-            tile = early
-        else:
+        tile = early
+        if tiling.TILES > 1 and not sketched:
             tile = read_rows(state, at_v, in_v & stored, form, shape)
         vs = load_f32(inputs.v + head * strides.v + channel, in_v)
         g, strength = load_gates(inputs, strides, head, 0, 0, True, shape)
@@ -101,7 +102,10 @@ def decode(
         scale = 1.0
         if not shape.CHANNEL:
             scale = tl.exp(later + last)
-        q_sum, k_sum = _read(tile, qs, ks, shape.ERASE)
+        if sketched:
+            q_sum, k_sum = read_sketch(state, head, channel, in_v & stored, qs, ks, form, shape)
+        else:
+            q_sum, k_sum = _read(tile, qs, ks, shape.ERASE)
         u = vs
         if shape.ERASE:
             u -= tl.sum(k_sum * scale + k_past, 1)

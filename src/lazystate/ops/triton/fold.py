@@ -26,6 +26,7 @@ from lazystate.ops.triton.formats import (
     read_tile,
     write_tile,
 )
+from lazystate.ops.triton.sketch import SKETCH, write_sketch
 
 
 @triton.jit
@@ -48,7 +49,8 @@ def fold(
 ):
     """Fold `held` records that end before ring position `start` into a program's tiles.
 
-    A format that needs a state's largest magnitude takes two passes over the tiles of a head.
+    A format that needs a state's largest magnitude takes two passes over the tiles of a head. A
+    sketch takes a head's whole state as one tile: its factors are sums over all value channels.
 
     LARGEST: value channels of a tile at most, so that a kernel that serves other rows, too, needs
     few registers. count, seed: of stochastic rounding.
@@ -181,7 +183,9 @@ def _keep(
     if storing.STOCHASTIC:
         bits = random_bits(seed, channel, head, slot, count, shape)
     write_tile(checkpoint, tile, row, in_v, total, bits, storing.checkpoint, shape)
-    if storing.VIEW:
+    if storing.VIEW and storing.view.KIND == SKETCH:
+        write_sketch(view, tile, head, channel, in_v, storing.view, shape)
+    elif storing.VIEW:
         write_tile(view, tile, row, in_v, total, None, storing.view, shape)
 
 

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from lazystate.gates import Prologue
-from lazystate.ops.pool import Pool
+from lazystate.ops.pool import LowRank, Pool
 from lazystate.ops.tables import tuned
 from lazystate.ops.triton.arguments import (
     Tiling,
@@ -76,11 +76,24 @@ def default_launch(spec: LayerSpec, batch: int, tokens: int) -> Launch:
     return Launch(block_v, tiles, min(2, tiles), warps, fold_block_v, fold_tiles)
 
 
+def sketch_launch(spec: LayerSpec, batch: int) -> Launch:
+    """The same for steps that read sketches: a tile is a head, whose coefficients it needs."""
+    block_v = max(16, triton.next_power_of_2(spec.value_dim))
+    heads = 1
+    if spec.decay == "scalar" and batch * spec.heads >= 8192:
+        heads = next(n for n in (4, 2, 1) if spec.group % n == 0)
+    warps = 1 if block_v <= 64 else 2
+    return Launch(block_v, heads, 1, warps, block_v, 1, 4 if block_v <= 64 else 8)
+
+
 def launch_of(pool: Pool, batch: int, tokens: int) -> Launch:
     """What is tuned for a step on the pool's GPU, or the default."""
+    sketched, device = isinstance(pool.view, LowRank), pool.checkpoint.device
     default = default_launch(pool.spec, batch, tokens)
-    device = pool.checkpoint.device
-    return tuned(default, "replay", pool.spec, batch, tokens, pool.window, device)
+    if sketched:
+        default = sketch_launch(pool.spec, batch)
+    method = "sketch" if sketched else "replay"
+    return tuned(default, method, pool.spec, batch, tokens, pool.window, device)
 
 
 def _folding(launch: Launch, pool: Pool) -> Launch:

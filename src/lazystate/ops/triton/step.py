@@ -13,6 +13,7 @@ import triton.language as tl
 from lazystate.ops.triton.arguments import Inputs, Ring, Stored
 from lazystate.ops.triton.decode import decode
 from lazystate.ops.triton.fold import fold
+from lazystate.ops.triton.sketch import SKETCH, sketch_at
 from lazystate.ops.triton.verify import verify
 
 
@@ -104,7 +105,10 @@ def _row(
         _clear(out, part, key_head, T, tiling, shape)
     else:
         checkpoint = _at(states.checkpoint, states.checkpoint_slot, slot)
-        view = _at(states.view, states.view_slot, slot)
+        if storing.view.KIND == SKETCH:
+            view = sketch_at(states.view, states.view_slot, slot)
+        else:
+            view = _at(states.view, states.view_slot, slot)
         reads_view: tl.constexpr = storing.VIEW and WHICH == 0
         source = view if reads_view else checkpoint
         form: tl.constexpr = storing.view if reads_view else storing.checkpoint

@@ -25,6 +25,7 @@ from lazystate.ops.triton.gates import (
     normalise_rows,
     normalised,
 )
+from lazystate.ops.triton.sketch import SKETCH, multiply_sketch
 
 
 @triton.jit
@@ -53,6 +54,7 @@ def verify(
     TH: tl.constexpr = 8 if shape.ERASE and T <= 8 else 16  # rows of keys
     TX: tl.constexpr = 2 * TH if shape.ERASE else TH  # rows of all vectors
     narrow: tl.constexpr = ring.k.dtype.element_ty.primitive_bitwidth == 16
+    sketched: tl.constexpr = form.KIND == SKETCH
 
     index = tl.arange(0, TX)
     token = index % TH
@@ -87,7 +89,9 @@ def verify(
         channel = n % tiling.PER_HEAD * tiling.BV + tl.arange(0, tiling.BV)
         in_v = channel < shape.V
         at_v = head * shape.V + channel
-        tile = read_tile(state, at_v, in_v & stored, form, shape)
+        tile = 0.0
+        if not sketched:
+            tile = read_tile(state, at_v, in_v & stored, form, shape)
         if (i == 0) | (n % tiling.PER_HEAD == 0):
             mixing, beta, upto, whole, reading, weights = _prepare(
                 x,
@@ -107,9 +111,11 @@ def verify(
                 TH,
                 shape,
             )
-        known = dot_exact(
-            tile, tl.trans(reading if shape.CHANNEL else x), narrow and not shape.CHANNEL
-        )
+        vectors = reading if shape.CHANNEL else x
+        if sketched:
+            known = multiply_sketch(state, head, channel, in_v & stored, vectors, form, shape)
+        else:
+            known = dot_exact(tile, tl.trans(vectors), narrow and not shape.CHANNEL)
         if not shape.CHANNEL:
             known *= whole
         for b in tl.static_range(shape.BLOCKS):
