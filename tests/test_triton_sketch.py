@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lazystate import StateCache
+from lazystate.ops.torch.fold import fold as torch_fold
+from lazystate.ops.triton.settle import settle
 from samples import draw, layer, slots
 from test_sketch_cache import sketch_of
 from tolerance import eps, error
@@ -105,6 +107,26 @@ def test_backends_agree_with_narrow_sketches(
     both = caches(kind, tokens, view, **{"window": 4} | storage)
     spacing = eps(view.dtype)
     compare(both, tokens, 6, 1e-5, spacing)
+
+
+def test_settling_builds_sketches() -> None:
+    """A fold without a step builds what the PyTorch backend's does."""
+    both = caches("gdn", 1, view_of("gdn", [2, 18, DENSE, 7], dtype=torch.float32), window=4)
+    spec, rows = both[0].specs[0], slots(1).to(DEVICE)
+    state = torch.randn(1, *spec.state_shape, device=DEVICE)
+    inputs: list[list[Any]] = [
+        [None if x is None else x.to(DEVICE) for x in draw(spec, 1, 1)[:5]] for _ in range(4)
+    ]
+    for each, fold in zip(both, (settle, torch_fold), strict=True):
+        each.load(rows, [state])
+        for x in inputs:
+            ticket = each.begin(rows, 1)
+            each.step(ticket, 0, *x)
+            each.commit(ticket)
+        fold(each._pools[0], each.begin(rows, 1)._rows)
+    one, other = (each._pools[0].view.tensors() for each in both)
+    for name, part in other.items():
+        _near(name, one[name][1].cpu(), part[1].cpu(), 24 * 2.0**-24 * (1 + 24 / 0.003))
 
 
 def test_the_exact_map_is_refused() -> None:

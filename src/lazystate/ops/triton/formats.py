@@ -10,12 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lazystate.ops.triton.arguments import Stored
 from lazystate.ops.triton.device import SIZE, bf16_nearest, columns, load_f32
 
 LEAST_NORMAL = tl.constexpr(2.0**-126)
 DENSE = tl.constexpr("dense")
 FP8 = tl.constexpr("fp8")
 NVFP4 = tl.constexpr("nvfp4")
+
+
+@triton.jit
+def stored_at(states, strides, slot):
+    """One slot's parts."""
+    return Stored(
+        states.elements + slot * strides.elements,
+        states.scales + slot * strides.scales,
+        states.total + slot * strides.total,
+    )
 
 
 @triton.jit

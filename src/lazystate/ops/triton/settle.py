@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lazystate.ops.pool import Pool
+from lazystate.ops.pool import LowRank, Pool
 from lazystate.ops.triton.arguments import (
     Ring,
-    Stored,
     pool_shape,
     ring_of,
     seed_of,
@@ -17,7 +16,9 @@ from lazystate.ops.triton.arguments import (
 )
 from lazystate.ops.triton.cursors import Rows
 from lazystate.ops.triton.fold import fold
-from lazystate.ops.triton.launch import Launch
+from lazystate.ops.triton.formats import stored_at
+from lazystate.ops.triton.launch import Launch, sketch_launch
+from lazystate.ops.triton.sketch import view_at
 
 
 @triton.jit
@@ -37,16 +38,8 @@ def settle_kernel(
     slot = tl.load(meta + row * 8)
     if (slot >= 0) & (tl.load(meta + row * 8 + 4) != 0):
         key_head = head // shape.GROUP
-        checkpoint = Stored(
-            states.checkpoint.elements + slot * states.checkpoint_slot.elements,
-            states.checkpoint.scales + slot * states.checkpoint_slot.scales,
-            states.checkpoint.total + slot * states.checkpoint_slot.total,
-        )
-        view = Stored(
-            states.view.elements + slot * states.view_slot.elements,
-            states.view.scales + slot * states.view_slot.scales,
-            states.view.total + slot * states.view_slot.total,
-        )
+        checkpoint = stored_at(states.checkpoint, states.checkpoint_slot, slot)
+        view = view_at(states, slot, storing)
         records = Ring(
             ring.k + slot * ring_slot.k + key_head * shape.K,
             ring.v + slot * ring_slot.v,
@@ -66,7 +59,7 @@ def settle_kernel(
             checkpoint,
             view,
             records,
-            16,
+            tiling.BV,
             storing,
             tiling,
             shape,
@@ -78,6 +71,9 @@ def settle(pool: Pool, rows: Rows) -> None:
     spec = pool.spec
     block_v = min(16, triton.next_power_of_2(spec.value_dim))
     launch = Launch(block_v, triton.cdiv(spec.value_dim, block_v), 1, 1)
+    if isinstance(pool.view, LowRank):  # built of a head's whole state
+        whole = sketch_launch(spec, rows.meta.shape[0])
+        launch = Launch(whole.fold_block_v, 1, 1, whole.fold_warps)
     ring, ring_slot = ring_of(pool)
     settle_kernel[(rows.meta.shape[0], spec.heads)](
         rows.meta,
@@ -88,6 +84,6 @@ def settle(pool: Pool, rows: Rows) -> None:
         storing=storing_of(pool),
         tiling=launch.tiling(spec.value_dim),
         shape=pool_shape(pool, False, None),
-        num_warps=1,
+        num_warps=launch.warps,
         num_stages=1,
     )

@@ -14,13 +14,24 @@ import triton.language as tl
 from lazystate.ops.triton.arguments import Sketched
 from lazystate.ops.triton.block import load_tile
 from lazystate.ops.triton.device import SIZE, dot_k, joined, load_f32, load_rows, narrowed
+from lazystate.ops.triton.formats import stored_at
 
 SKETCH = tl.constexpr("sketch")
 PIVOT = tl.constexpr("pivot")
 
 
 @triton.jit
-def sketch_at(view, strides, slot):
+def view_at(states, slot, storing: tl.constexpr):
+    """One slot's parts of whichever view there is."""
+    if storing.view.KIND == SKETCH:
+        view = _sketch_at(states.view, states.view_slot, slot)
+    else:
+        view = stored_at(states.view, states.view_slot, slot)
+    return view
+
+
+@triton.jit
+def _sketch_at(view, strides, slot):
     """One slot's parts; Omega, the fixed map and the ranks are the same for all."""
     return Sketched(
         view.sketch + slot * strides.sketch,

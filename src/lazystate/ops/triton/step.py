@@ -10,10 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lazystate.ops.triton.arguments import Inputs, Ring, Stored
+from lazystate.ops.triton.arguments import Inputs, Ring
 from lazystate.ops.triton.decode import decode
 from lazystate.ops.triton.fold import fold
-from lazystate.ops.triton.sketch import SKETCH, sketch_at
+from lazystate.ops.triton.formats import stored_at
+from lazystate.ops.triton.sketch import view_at
 from lazystate.ops.triton.verify import verify
 
 
@@ -104,11 +105,8 @@ def _row(
     if (slot < 0) | (length == 0):
         _clear(out, part, key_head, T, tiling, shape)
     else:
-        checkpoint = _at(states.checkpoint, states.checkpoint_slot, slot)
-        if storing.view.KIND == SKETCH:
-            view = sketch_at(states.view, states.view_slot, slot)
-        else:
-            view = _at(states.view, states.view_slot, slot)
+        checkpoint = stored_at(states.checkpoint, states.checkpoint_slot, slot)
+        view = view_at(states, slot, storing)
         reads_view: tl.constexpr = storing.VIEW and WHICH == 0
         source = view if reads_view else checkpoint
         form: tl.constexpr = storing.view if reads_view else storing.checkpoint
@@ -209,16 +207,6 @@ def _row(
                 tiling,
                 shape,
             )
-
-
-@triton.jit
-def _at(states, strides, slot):
-    """One slot's parts."""
-    return Stored(
-        states.elements + slot * strides.elements,
-        states.scales + slot * strides.scales,
-        states.total + slot * strides.total,
-    )
 
 
 @triton.jit
