@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lazystate.engines.vllm.options import Options
-from lazystate.engines.vllm.support import VERSIONS, Setup, refusals, version_of
+from lazystate.engines.vllm.support import UNSEEN, VERSIONS, Feature, Setup, refusals, version_of
 
 SETUP = Setup("0.33.0", ("NemotronHForCausalLM",))
 
@@ -47,6 +47,13 @@ def test_unknown_versions_and_models_are_refused_with_what_to_do() -> None:
     assert all(version.tested in reason for version in VERSIONS)
     (reason,) = refusals(Setup("0.33.0", ("LlamaForCausalLM",)), Options())
     assert "NemotronHForCausalLM" in reason
+
+
+def test_a_feature_works_only_where_it_was_seen_to() -> None:
+    """Code that is not refused and that no GPU has run is called that."""
+    assert Feature("a").status == UNSEEN
+    assert Feature("a", seen="one H200").status == "works: one H200"
+    assert Feature("a", missing="leave it out").status == "refused: leave it out"
 
 
 def test_a_supported_engine_has_no_refusal() -> None:

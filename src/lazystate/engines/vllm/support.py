@@ -15,10 +15,12 @@ KINDS: dict[Kind, str] = {
     "kda": "Kimi Delta Attention",
 }
 
+UNSEEN = "written, not run on a GPU"
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of vLLM whose recurrent layers are decoded by lazystate.
+    """A model class of vLLM for whose recurrent layers there is an adapter.
 
     Attributes:
         name: as in a config.json's "architectures". kind: of its recurrent layers.
@@ -35,11 +37,20 @@ class Feature:
     """One thing that an engine may be asked for.
 
     Attributes:
-        name: what it is called in the documents. missing: why it is refused; "" if it works.
+        name: what it is called in the documents. missing: why it is refused; "" if it is not.
+        seen: where it was seen to work; "" for code that no GPU has run yet.
     """
 
     name: str
     missing: str = ""
+    seen: str = ""
+
+    @property
+    def status(self) -> str:
+        """One line for a table."""
+        if self.missing:
+            return f"refused: {self.missing}"
+        return f"works: {self.seen}" if self.seen else UNSEEN
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class Version:
 
     Attributes:
         minor: as "0.33". tested: the release that the adapters were written against.
-        architectures, features: what it supports, and what not and why.
+        architectures, features: what there are adapters for, what is refused, and why.
     """
 
     minor: str
@@ -61,7 +72,7 @@ class Version:
         return next((each for each in self.architectures if each.name == name), None)
 
     def missing(self, name: str) -> str:
-        """Why a feature is refused; "" if it works."""
+        """Why a feature is refused; "" if it is not."""
         return next(feature.missing for feature in self.features if feature.name == name)
 
 
@@ -128,7 +139,7 @@ _FEATURES = (
     Feature(PREFIX, "the adapters do not copy rings yet: --no-enable-prefix-caching"),
     Feature(CONNECTOR, "the adapters do not hand rings over yet: leave out --kv-transfer-config"),
     Feature(VIEWS, "the adapters do not rebuild views after prefill yet: leave out view"),
-    Feature(SKETCH, "there are no GPU kernels for them yet: leave it out"),
+    Feature(SKETCH, "the options take no calibration yet: leave it out"),
 )
 
 VERSIONS = (
