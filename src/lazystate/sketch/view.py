@@ -102,7 +102,8 @@ class SketchView:
         fixed: [HV, G, K], what stays the same for every request: Omega^T, or the offline map.
         map, pivots, ridge: which coefficient map, and its P and lambda.
         places: int64 [HV], a dense head's number among the dense heads.
-        stored: by name, slot first: `sketch` [slots, HV, V, G]; of the pivot map `keep`
+        stored: by name, slot first: `sketch` [slots, HV, G, V], U's columns one after the other, so
+            that a smaller rank reads less and not a part of every row; of the pivot map `keep`
             [.., HV, G], `mix` [.., HV, G, p], `keys` [.., HV, K, p]; of the exact map `map`
             [.., HV, G, K]; with dense heads `copy` [slots, dense heads, V, K].
     """
@@ -157,7 +158,7 @@ class SketchView:
                 raise ValueError("map 'offline' needs metric, the calibrated mean of S^T S")
             fixed = maps.offline_map(metric.to(omega), omega)
         pivots = min(pivots, largest)
-        shapes: dict[str, tuple[int, ...]] = {"sketch": (heads, value_dim, largest)}
+        shapes: dict[str, tuple[int, ...]] = {"sketch": (heads, largest, value_dim)}
         if map == "pivot":
             shapes |= {"keep": (heads, largest), "mix": (heads, largest, pivots)}
             shapes |= {"keys": (heads, key_dim, pivots)}
@@ -190,7 +191,7 @@ class SketchView:
         if self.map == "pivot":
             near = product(part["mix"], product(part["keys"].mT, x))
             coefficients = part["keep"].unsqueeze(-1) * coefficients + near
-        out = product(part["sketch"], coefficients)
+        out = product(part["sketch"].mT, coefficients)
         if "copy" in part:
             dense = self.ranks == DENSE
             out[:, dense] = product(part["copy"], x[:, dense])
@@ -199,7 +200,7 @@ class SketchView:
 
     def store(self, slots: Tensor, state: Tensor) -> None:
         """Sketch the folded state [B, HV, V, K], compute dtype, into `slots` [B]."""
-        new = {"sketch": maps.sketch(state, self.omega)}
+        new = {"sketch": maps.sketch(state, self.omega).mT}
         if self.map == "pivot":
             factors = maps.pivot_map(state, self.omega, pivots=self.pivots, ridge=self.ridge)
             new |= {"keep": factors.keep, "mix": factors.mix, "keys": factors.keys}
@@ -212,7 +213,7 @@ class SketchView:
 
     @cached_property
     def _bytes(self) -> int:
-        value_dim, key_dim = self.stored["sketch"].shape[2], self.omega.shape[1]
+        value_dim, key_dim = self.stored["sketch"].shape[3], self.omega.shape[1]
         size = self.stored["sketch"].element_size()
         dense = value_dim * key_dim * size
 

@@ -76,7 +76,7 @@ def read_sketch(view, head, channel, there, qs, ks, form: tl.constexpr, shape: t
             inside = g < rank
             at = head * form.G + g
             columns = load_f32(
-                view.sketch + (head * shape.V + channel)[:, None] * form.G + g[None, :],
+                view.sketch + channel[:, None] + at[None, :] * shape.V,
                 there[:, None] & inside[None, :],
             )
             fixed = load_rows(view.fixed, at * shape.K, inside, shape)
@@ -135,7 +135,7 @@ def multiply_sketch(view, head, channel, there, x, form: tl.constexpr, shape: tl
             inside = g < rank
             at = head * form.G + g
             columns = load_f32(
-                view.sketch + (head * shape.V + channel)[:, None] * form.G + g[None, :],
+                view.sketch + channel[:, None] + at[None, :] * shape.V,
                 there[:, None] & inside[None, :],
             )
             fixed = load_tile(view.fixed, at * shape.K, inside, shape)
@@ -256,7 +256,7 @@ def _store_columns(
 ):
     """Columns [VP, 16] of U from `first` on."""
     g = first + tl.arange(0, SIZE)
-    at = (head * shape.V + channel)[:, None] * form.G + g[None, :]
+    at = channel[:, None] + (head * form.G + g)[None, :] * shape.V
     _store(view.sketch + at, u, in_v[:, None] & (g < rank)[None, :])
 
 
