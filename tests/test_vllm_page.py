@@ -77,20 +77,24 @@ def test_a_narrower_checkpoint_is_what_the_page_keeps() -> None:
 
 def raw_inputs(batch: int, kind: Kind = "mamba2") -> tuple[torch.Tensor | None, ...]:
     """C, B, x, dt and None of one token, or q, k, v, a and b."""
-    keys, values = (batch, 1, GROUPS, K), (batch, 1, HEADS, V)
-    made = (torch.randn(shape, device=DEVICE) for shape in (keys, keys, values, values[:3]))
-    return *made, torch.randn(values[:3], device=DEVICE) if kind == "gdn" else None
+    keys, values, heads = (batch, 1, GROUPS, K), (batch, 1, HEADS, V), (batch, 1, HEADS)
+    gate = (*heads, K) if kind == "kda" else heads
+    made = (torch.randn(shape, device=DEVICE) for shape in (keys, keys, values, gate))
+    return *made, None if kind == "mamba2" else torch.randn(heads, device=DEVICE)
 
 
-@pytest.mark.parametrize(("kind", "fold"), [("mamba2", "raw"), ("gdn", "raw"), ("gdn", "cached")])
+@pytest.mark.parametrize(
+    ("kind", "fold"), [("mamba2", "raw"), ("gdn", "raw"), ("gdn", "cached"), ("kda", "raw")]
+)
 def test_blocks_decode_as_a_cache_does_and_settle_to_its_state(kind: Kind, fold: str) -> None:
     """Steps over several windows with padded rows, then the ring folded before prefill."""
     torch.manual_seed(0)
     page = small(kind=kind, fold=fold)
     parts = bound(page)
     pool, group = page.pool(parts, 0), Group(page.window, 8, torch.device(DEVICE))
+    rates, biases = torch.randn(HEADS), torch.randn(HEADS * (K if kind == "kda" else 1))
     prologue = gates.Prologue(
-        kind, torch.randn(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE)
+        "kda_softplus" if kind == "kda" else kind, rates.to(DEVICE), biases.to(DEVICE)
     )
     skip = torch.randn(HEADS, device=DEVICE) if kind == "mamba2" else None
     start = torch.randn(2, *page.spec.state_shape)

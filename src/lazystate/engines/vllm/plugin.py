@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
+
+# By the class of vLLM's that it takes the place of: module and name. Imported where supported.
+LAYERS = {
+    "MambaMixer2": ("mamba2", "ReplayMixer2"),
+    "QwenGatedDeltaNetAttention": ("gdn", "ReplayDeltaNet"),
+    "KimiGatedDeltaNetAttention": ("kda", "ReplayKimiDelta"),
+}
 
 
 def register() -> None:
@@ -22,10 +30,9 @@ def register() -> None:
         return
     if "MambaMixer2" in op_registry_oot:  # called before in this process
         return
-    from lazystate.engines.vllm.gdn import ReplayDeltaNet
-    from lazystate.engines.vllm.mamba2 import ReplayMixer2
-
-    PluggableLayer.register_oot(ReplayMixer2, name="MambaMixer2")
-    PluggableLayer.register_oot(ReplayDeltaNet, name="QwenGatedDeltaNetAttention")
+    for layer in dict.fromkeys(each.layer for each in version.architectures):
+        module, name = LAYERS[layer]
+        ours = getattr(import_module(f"lazystate.engines.vllm.{module}"), name)
+        PluggableLayer.register_oot(ours, name=layer)
     for each in version.architectures:
         ModelRegistry.register_model(each.name, f"lazystate.engines.vllm.models:{each.name}")

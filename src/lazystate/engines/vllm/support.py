@@ -130,6 +130,7 @@ _QWEN_TEXT = tuple(
     Architecture(name, "gdn", "QwenGatedDeltaNetAttention")
     for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 )
+_KIMI = (Architecture("KimiLinearForCausalLM", "kda", "KimiGatedDeltaNetAttention"),)
 
 _FEATURES = (
     Feature(STANDARD),
@@ -144,7 +145,7 @@ _FEATURES = (
 
 VERSIONS = (
     Version("0.33", "0.33.0", (*_MAMBA2, *_QWEN, *_QWEN_TEXT), _FEATURES),
-    Version("0.26", "0.26.0", (*_MAMBA2, *_QWEN), _FEATURES),
+    Version("0.26", "0.26.0", (*_MAMBA2, *_QWEN, *_KIMI), _FEATURES),
 )
 
 
