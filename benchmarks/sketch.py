@@ -2,7 +2,6 @@
 
     python benchmarks/sketch.py                            # on a CPU; hours on two cores
     python benchmarks/sketch.py --device cuda --minutes 8  # all models side by side on one GPU
-    python benchmarks/sketch_page.py                       # docs/sketch.md, from the numbers
 
 KL as in `lazystate evaluate kl`, retrieval as in `recall`, copying as in `copy`. Each model and
 part is a process of its own, which appends a line to a file in --parts for every configuration and
