@@ -30,7 +30,7 @@ from kernels.jobs import Report, dry, jobs, run, warm
 from lazystate.ops.tables import slug
 from timing import ceilings
 
-PARTS = ("decode", "verify", "fold", "peers", "window", "drift", "ncu", "low", "gates")
+PARTS = ("decode", "verify", "fold", "peers", "window", "drift", "ncu", "low", "gates", "sketch")
 
 
 def options() -> argparse.ArgumentParser:
@@ -81,6 +81,8 @@ def line(row: dict[str, Any]) -> str:
     )
     if row.get("gates", "prepared") != "prepared":
         what += f"{row['gates']} fused "
+    if row["view"] == "sketch":
+        what += f"{row['checkpoint']:6}{row['map']:8}rank {row['rank']:2} "
     if row["bench"] == "low":
         what += f"{row['checkpoint']:6}{row['view']:6}"
     return (

@@ -20,7 +20,7 @@ import drift
 import ncu
 import run
 import tune
-from kernels import checks, folding, jobs, low, measure, tuning
+from kernels import cases, checks, folding, jobs, low, measure, sketch, tuning
 from kernels.cases import LAYERS, Case, Ceilings
 from kernels.runs import Replay
 
@@ -82,6 +82,29 @@ def test_low_precision_rows_are_checked(stored):
     read, window = low.rows(one, CEILINGS)
     assert read["us"] and window["us"]
     assert read["state_bytes"] == one.view_bytes < window["state_bytes"]
+
+
+@pytest.mark.parametrize("map", ["pivot", pytest.param("offline", marks=SLOW)])
+def test_sketch_rows_are_checked(map):
+    """Windows, folds and reads of sketched states, whose bytes are those of the ranks."""
+    one = case(view="sketch", rank=3, map=map)
+    window, fold, read = sketch.rows(one, CEILINGS)
+    assert window["us"] and fold["us"] and read["us"] and fold["plain_fold_us"]
+    assert read["state_bytes"] == one.view_bytes < window["state_bytes"] < fold["state_bytes"]
+
+
+def test_ranks_are_spread_around_their_mean():
+    """As an allocation spreads them: few heads have many, all have one, the mean is met."""
+    ranks = cases.sketch(Case("M2", LAYERS["M2"], 1, view="sketch", rank=8), 1).ranks[0]
+    assert ranks.sum() == 8 * LAYERS["M2"].heads
+    assert ranks.min() == 1 and ranks.max() >= 24
+
+
+def test_raw_inputs_are_checked():
+    """The same rows with the gates fused, conventional and replay."""
+    rows = [*measure.decode(case("mamba2", prologue="mamba2"), CEILINGS)]
+    assert [row["gates"] for row in rows] == ["mamba2"] * 2
+    assert all(0 < row["error"] <= checks.BOUND and row["us"] for row in rows)
 
 
 @pytest.mark.parametrize("kind", ["gdn", *(pytest.param(k, marks=SLOW) for k in ("mamba2", "kda"))])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+import torch
 
 from lazystate import LayerSpec
 from lazystate.formats import FORMATS
 from lazystate.gates import Kind
 from lazystate.planner import step_us
 from lazystate.presets import preset
+from lazystate.sketch.traffic import Map
+from lazystate.sketch.view import Sketch
 
 WINDOW = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -52,7 +57,8 @@ class Case:
         layer: its name. spec: its shape, without a convolution. batch: B.
         tokens: T of a step. kept: tokens of a step that are committed, 1 to T.
         window: L of replay. checkpoint, view: formats of the state and of what steps read of it;
-            without a view that is the checkpoint.
+            without a view that is the checkpoint; "sketch" for sketches of a mean `rank`, whose
+            coefficients come from `map`.
         prologue: what raw inputs are taken with, gates fused; None for prepared inputs.
     """
 
@@ -64,6 +70,8 @@ class Case:
     window: int = WINDOW
     checkpoint: str = "fp32"
     view: str | None = None
+    rank: int = 0
+    map: Map = "pivot"
     prologue: Kind | None = None
 
     @property
@@ -74,6 +82,8 @@ class Case:
     @property
     def view_bytes(self) -> int:
         """Bytes of the batch's states in one layer that a step without folds reads."""
+        if self.view == "sketch":
+            return self.batch * sketch(self, 1).planned(0, self.spec).read
         return self._bytes(self.view or self.checkpoint)
 
     def _bytes(self, form: str) -> int:
@@ -106,6 +116,32 @@ class Case:
     def floor_us(self, method: str, ceilings: Ceilings) -> float:
         """Microseconds that these bytes take: read at read, read and written at copy bandwidth."""
         return step_us(*self.moved(method), ceilings.read, ceilings.copy)
+
+
+@lru_cache(maxsize=8)
+def sketch(case: Case, layers: int) -> Sketch:
+    """Sketches on random bases, with ranks from one to several times the mean, as allocated ones.
+
+    Ranks lie on a geometric scale, head after head in no order, and are moved to the mean exactly.
+    """
+    spec, draw = case.spec, torch.Generator().manual_seed(0)
+    ranks = torch.logspace(-3, 2, spec.heads, base=2.0).mul(case.rank).round().clamp(min=1).long()
+    order = torch.randperm(spec.heads, generator=draw)
+    ranks = ranks.clamp(max=spec.key_dim)[order]
+    missing = case.rank * spec.heads - int(ranks.sum())
+    while missing:  # a round of one each, where it keeps a rank of 1 or more
+        some = (ranks + (1 if missing > 0 else -1) >= 1).nonzero().flatten()[: abs(missing)]
+        ranks[some] += 1 if missing > 0 else -1
+        missing = case.rank * spec.heads - int(ranks.sum())
+    shape = spec.heads, spec.key_dim, int(ranks.max())
+    omega = torch.linalg.qr(torch.randn(shape, generator=draw)).Q
+    metric = torch.eye(spec.key_dim).expand(layers, spec.heads, -1, -1)
+    return Sketch(
+        omega.expand(layers, -1, -1, -1),
+        ranks.expand(layers, -1),
+        case.map,
+        metric if case.map == "offline" else None,
+    )
 
 
 def row(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cases import Case
+from kernels.cases import Case, sketch
 from kernels.runs import Plain, Replay, rows_of
 from lazystate import StateCache
 from lazystate.ops.triton.launch import Launch
@@ -39,7 +39,7 @@ def replay_error(run: Replay, launch: Launch | None = None) -> float:
         window=case.window,
         max_tokens=case.tokens,
         checkpoint=case.checkpoint,
-        view=case.view,
+        view=sketch(case, 1) if case.rank else case.view,
         device=DEVICE,
         backend="torch",
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernels import low, measure
+from kernels import low, measure, sketch
 from kernels.cases import LAYERS, PROLOGUES, VERIFY, WINDOWS, Case, Ceilings
 
 Row = dict[str, Any]
@@ -48,6 +48,8 @@ class Job:
         settings = [measure.launch_of(case), *measure.tiles(case, snapshots=case.tokens > 1)]
         if self.part == "low":
             settings.append({"checkpoint": case.checkpoint, "view": case.view})
+        if self.part == "sketch":
+            settings.append({"checkpoint": case.checkpoint, "map": case.map, "rank": case.rank})
         if case.prologue:
             settings.append({"prologue": case.prologue})
         special = case.batch == 1, case.batch % 16 == 0
@@ -80,6 +82,7 @@ def jobs(parts: Sequence[str], layers: Sequence[str], batches: Sequence[int]) ->
         "ncu": _ncu,
         "gates": _gates,
         "low": _low,
+        "sketch": _sketch,
     }
     return [job for part in parts for job in made[part](layers, batches)]
 
@@ -169,6 +172,10 @@ def _low(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
         for name in chosen
         for case in low.cases(name, batch)
     ]
+
+
+def _sketch(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:
+    return [Job("sketch", case, sketch.rows) for case in sketch.cases(layers, batches)]
 
 
 def _window(layers: Sequence[str], batches: Sequence[int]) -> list[Job]:

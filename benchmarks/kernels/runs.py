@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from kernels.cases import Case
+from kernels.cases import Case, sketch
 from lazystate import StateCache
 from lazystate.formats import FORMATS
 from lazystate.gates import Prologue
@@ -70,7 +70,7 @@ class Replay:
             window=case.window,
             max_tokens=case.tokens,
             checkpoint=case.checkpoint,
-            view=case.view,
+            view=sketch(case, layers) if case.rank else case.view,
             device=DEVICE,
             backend=backend,
         )
