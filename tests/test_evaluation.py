@@ -173,6 +173,19 @@ def test_kl_command() -> None:
     assert run("kl", *short, "--state", "fp7").exit_code == 2
 
 
+def test_kl_command_compares_a_bfloat16_model() -> None:
+    """The reference stays float32: bfloat16 activations show, far above the floor of replay."""
+    short = ("gdn", "--tokens", "20", "--streams", "2", "--prompt-tokens", "16", "--state", "fp32")
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        result = run("kl", *short, "--dtype", dtype, "--json")
+        assert result.exit_code == 0, result.output
+        *_, last = json.loads(result.stdout)
+        assert last["dtype"] == dtype
+        found[dtype] = last["kl"]
+    assert found["float32"] < 1e-9 < found["bfloat16"] < 1e-2
+
+
 def test_decay_command() -> None:
     """A row for every rounding, window and decay."""
     result = run("decay", "--state", "fp8", "--window", "64", "--json")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.box import SIMPLE
@@ -71,6 +71,10 @@ def kl(
     streams: Annotated[int, typer.Option(min=1, help="Pages of the held-out books.")] = 4,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Of stochastic rounding.")] = 0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option(help="Number format of the model; that of the reference stays float32."),
+    ] = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
     threads: Annotated[
@@ -85,6 +89,8 @@ def kl(
     whole vocabulary and averaged over the streams and over the (at most) 256 positions that end at
     the N-th token. The reference is stock transformers with FP32 states; "fp32" is replay without
     rounding, and "again" stock transformers in two batches: what an order of additions makes.
+    With --dtype bfloat16 the model that is compared has bfloat16 weights and activations: beside
+    "fp32" this says how much of its error is that of states.
 
     **Examples**
 
@@ -93,6 +99,7 @@ def kl(
     lazystate evaluate kl gdn --state fp16,nvfp4 --state nvfp4 --tokens 4096
     lazystate evaluate kl gdn --state fp32,sketch4 --state fp32,sketch8 --window 32
     lazystate evaluate kl gdn --state fp8 --window 1 --window 16 --window 64
+    lazystate evaluate kl gdn --dtype bfloat16 --state fp32 --state fp16,nvfp4
     lazystate evaluate kl --json > kl.json
     ```
     """
@@ -117,7 +124,8 @@ def kl(
             for name in names:
                 loaded = decoding.load(name, device=device)
                 known = [_with_sketch(loaded, each, calibration) for each in configs]
-                rows += _measure(loaded, known, prompt_tokens, tokens, streams, step)
+                compared = loaded if dtype == "float32" else decoding.load(name, dtype, device)
+                rows += _measure(loaded, compared, known, prompt_tokens, tokens, streams, step)
     if json:
         typer.echo(jsons.dumps(rows, indent=1))
         return
@@ -330,13 +338,14 @@ def _with_sketch(loaded: Loaded, config: Config, calibration: Path | None) -> Co
 
 def _measure(
     loaded: Loaded,
+    compared: Loaded,
     configs: list[Config],
     prompt_tokens: int,
     tokens: int,
     streams: int,
     step: Any,
 ) -> list[dict[str, Any]]:
-    """A row for every configuration and N of one model."""
+    """A row for every configuration and N of one model, against `loaded` with FP32 states."""
     from lazystate.evaluation import kl as protocol
 
     given = protocol.streams(loaded.tokenizer, streams, prompt_tokens + tokens)
@@ -344,12 +353,13 @@ def _measure(
     reference = protocol.Reference.of(loaded.model, given, prompt_tokens, step)
     rows = []
     for config in configs:
-        for point in reference.measure(loaded.model, config, step):
+        for point in reference.measure(compared.model, config, step):
             again = config.window is None
             rows.append(
                 {
                     "model": loaded.name,
                     "layer": loaded.layer,
+                    "dtype": str(compared.model.dtype).removeprefix("torch."),
                     "state": "again" if again else str(config.states),
                     "window": config.window,
                     "seed": config.seed,
