@@ -30,7 +30,9 @@ def test_version() -> None:
     assert run("--version").stdout.strip() == f"lazystate {__version__}"
 
 
-@pytest.mark.parametrize("command", ["compare", "generate", "plan", "calibrate", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["compare", "generate", "plan", "calibrate", "inspect", "doctor"]
+)
 def test_help_has_examples(command: str) -> None:
     """Every command's help shows how it is called."""
     result = run(command, "--help")

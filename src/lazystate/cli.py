@@ -10,6 +10,7 @@ import lazystate
 from lazystate.commands import evaluate
 from lazystate.commands.calibrate import calibrate
 from lazystate.commands.compare import compare
+from lazystate.commands.doctor import doctor
 from lazystate.commands.generate import generate
 from lazystate.commands.inspect import inspect
 from lazystate.commands.plan import plan
@@ -45,6 +46,7 @@ def main(
     ```text
     lazystate compare        # the shipped models, both ways, side by side
     lazystate generate gdn --prompt "It was a dark night, and"
+    lazystate doctor ./my-model # which engine decodes it here, and why not another
     lazystate plan --help    # what it saves on a given model and GPU
     lazystate evaluate --help  # what states of few bits do to outputs
     lazystate calibrate --help # a sketch of the states of your own model
@@ -55,6 +57,7 @@ def main(
 app.command()(compare)
 app.command()(generate)
 app.command()(plan)
+app.command()(doctor)
 app.command()(calibrate)
 app.command()(inspect)
 app.add_typer(evaluate.app, name="evaluate")

@@ -21,6 +21,7 @@ class ModelShape:
         recurrent_layers, attention_layers: how many; None where not stated anywhere we read.
         kv_bytes: bytes of KV cache that one attention layer keeps for a token, or None if unknown.
         source: where each number is from.
+        architectures: model classes, as in config.json; () where not stated anywhere we read.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ModelShape:
     attention_layers: int | None
     kv_bytes: int | None
     source: str
+    architectures: tuple[str, ...] = ()
 
 
 def _mamba2(heads: int, groups: int, state: int, head_dim: int, conv: int = 4) -> LayerSpec:
@@ -69,6 +71,9 @@ _REPLAY = "ReplaySSM (arXiv 2610.13778) Table 5"
 _SKETCH = "SketchSSM (arXiv 2609.33051)"
 _WIDTH = "convolution width 4 as in the model family's transformers configuration"
 
+# The class that transformers has for the model's family.
+_NEMOTRON = ("NemotronHForCausalLM",)
+
 PRESETS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -79,6 +84,7 @@ PRESETS: dict[str, ModelShape] = {
             4,
             None,
             f"{_REPLAY}; {_WIDTH}; KV heads not stated there",
+            _NEMOTRON,
         ),
         ModelShape(
             "Nemotron-3-Super-120B",
@@ -87,6 +93,7 @@ PRESETS: dict[str, ModelShape] = {
             8,
             512,
             f"{_REPLAY}; FP8 KV cache of 2 heads of 128, App. C.2; {_WIDTH}",
+            _NEMOTRON,
         ),
         ModelShape(
             "Nemotron-Nano-9B-v2",
@@ -97,6 +104,7 @@ PRESETS: dict[str, ModelShape] = {
             f"{_SKETCH} Fig. 8: 3,456 heads; layers, 128 heads of 80, 8 groups and a BF16 KV cache "
             "of 8 heads of 128 from NVIDIA/Megatron-LM, examples/post_training/modelopt/conf/"
             f"nvidia/NVIDIA-Nemotron-Nano-9B-v2.sh; {_WIDTH}",
+            _NEMOTRON,
         ),
         ModelShape(
             "Qwen3.5-4B",
@@ -106,6 +114,7 @@ PRESETS: dict[str, ModelShape] = {
             4096,
             f"{_REPLAY}; BF16 KV cache of 4 heads of 256, its config.json as quoted by others; "
             f"{_WIDTH}",
+            ("Qwen3_5ForConditionalGeneration",),
         ),
         ModelShape(
             "Qwen3.5-122B-A10B",
@@ -114,6 +123,7 @@ PRESETS: dict[str, ModelShape] = {
             12,
             None,
             f"{_REPLAY}; {_WIDTH}; KV heads not stated there",
+            ("Qwen3_5MoeForConditionalGeneration",),
         ),
         ModelShape(
             "Qwen3.8-Flash-Next",
@@ -133,6 +143,7 @@ PRESETS: dict[str, ModelShape] = {
             None,
             f"{_SKETCH} App. D and Fig. 8: 34 layers, 2,176 heads; transformers Glm5NextConfig: "
             "45 layers, 64 heads of 128, width 4, bounded gate of -5",
+            ("Glm5NextForConditionalGeneration",),
         ),
         ModelShape(
             "Kimi-Linear-48B",
@@ -142,6 +153,7 @@ PRESETS: dict[str, ModelShape] = {
             None,
             "transformers KimiLinearConfig: 27 layers, 32 heads of 128, width 4; 20 KDA and 7 MLA "
             "layers by its schedule (Kimi Linear, arXiv 2510.26692: three to one)",
+            ("KimiLinearForCausalLM",),
         ),
     )
 }
@@ -207,7 +219,15 @@ def shape_from_config(config: str | Path | Mapping[str, Any]) -> ModelShape:
     if not isinstance(recurrent, int) or recurrent < 1:
         raise ValueError(f"config must have at least one recurrent layer, got {recurrent!r}")
     name = given.get("_name_or_path") or kind
-    return ModelShape(name, layer, recurrent, attention, _kv_bytes(text), source)
+    classes = _architectures(given)
+    return ModelShape(name, layer, recurrent, attention, _kv_bytes(text), source, classes)
+
+
+def _architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = config.get("architectures") or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures must be a list of class names, got {names!r}")
+    return tuple(names)
 
 
 def _kv_bytes(config: Mapping[str, Any]) -> int | None:
