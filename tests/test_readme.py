@@ -31,7 +31,7 @@ def test_links_exist() -> None:
         assert (ROOT / target).exists(), target
 
 
-@pytest.mark.parametrize("script", ["readme.py", "tables.py", "plots.py"])
+@pytest.mark.parametrize("script", ["readme.py", "tables.py", "plots.py", "serving_page.py"])
 def test_tables_are_generated(script: str) -> None:
     """Tables and plots are what the scripts make of the recorded numbers."""
     command = [sys.executable, ROOT / "benchmarks" / script, "--check"]
