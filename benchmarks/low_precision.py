@@ -24,6 +24,7 @@ from page import ROOT, write
 
 FOLDER = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "low_precision.md"
+EVIDENCE = ROOT / "src" / "lazystate" / "recommendation.json"
 MODELS = ("gdn", "kda", "mamba2")
 SEEDS = (0, 1, 2, 3)
 
@@ -308,6 +309,44 @@ def _made(part: dict) -> str:
     )
 
 
+def evidence(record: dict) -> str:
+    """What `lazystate.recommendation` goes by: the last N of each kind of layer, as JSON."""
+    points = Points(record["states"]["rows"])
+    windows = Points(record["windows"]["rows"])
+    last, end = points.at[-1], windows.at[-1]
+    activations = Points(record["bfloat16"]["rows"])
+    views = ("fp8", "nvfp4")
+    states = ("fp32", *(f"{form}{how}" for form in ("fp16", "fp8", "nvfp4")
+              for how in ("", ":nearest", *(f",{view}" for view in views))))  # fmt: skip
+    states += tuple(f"fp32,{view}" for view in views)
+
+    def pair(row: dict) -> list[float]:
+        return [row["kl"], row["standard_error"]]
+
+    layers = {
+        model: {
+            "states": {
+                state: pair(points.rows[model, state, 16, last])
+                for state in states
+                if (state, 16) in points.states
+            },
+            "bfloat16": pair(activations.rows[model, "fp32", 16, activations.at[-1]]),
+            "windows": {
+                view: {
+                    str(window): windows.kl(model, f"fp32,{view}", end, window)
+                    for state, window in windows.states
+                    if state == f"fp32,{view}"
+                }
+                for view in views
+            },
+        }
+        for model in points.models
+    }
+    commits = {name: record[name]["commit"] for name in ("states", "windows", "bfloat16")}
+    made = {"tokens": last, "window": 16, "commits": commits, "layers": layers}
+    return json.dumps(made, indent=1) + "\n"
+
+
 TABLES = {
     "states": states_table,
     "findings": findings_table,
@@ -454,7 +493,11 @@ def main() -> None:
     record = kept()
     for name, table in TABLES.items():
         write(Path(PAGE), name, table(record), check=options.check)
+    made = evidence(record)
+    if options.check and EVIDENCE.read_text("utf8") != made:
+        raise SystemExit(f"{EVIDENCE.name} is behind its numbers and must be written again")
     if not options.check:
+        EVIDENCE.write_text(made, "utf8")
         plots(record)
 
 

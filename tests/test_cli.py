@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from lazystate import __version__
+from lazystate import LayerSpec, __version__, recommend
 from lazystate.cli import app
 from lazystate.commands import compare as compare_command
 from lazystate.commands import decoding, measure
@@ -153,6 +153,19 @@ def test_generate_takes_formats() -> None:
     assert run("generate", "gdn", *formats).exit_code == 0
     result = run("generate", "gdn", *formats, "--method", "plain")
     assert result.exit_code == 2 and "need replay" in " ".join(result.stderr.split())
+
+
+def test_generate_says_what_auto_chose() -> None:
+    """On standard error, with its reason; the text is that of the same formats by name."""
+    start = ("generate", "kda", "--tokens", "24", "--prompt", "Once")
+    chosen = run(*start, "--view", "auto")
+    assert chosen.exit_code == 0, chosen.output
+    found = recommend(LayerSpec(4, 4, 64, 64, "channel", True))
+    assert f"Recommended: checkpoint {found.checkpoint}, view {found.view}" in chosen.stderr
+    named = run(*start, "--checkpoint", found.checkpoint, "--view", str(found.view))
+    assert chosen.stdout == named.stdout
+    for wrong in (("--method", "plain"), ("--checkpoint", "fp16")):
+        assert run(*start, "--view", "auto", *wrong).exit_code == 2
 
 
 def test_logit_difference_stops_behind_the_first_differing_token() -> None:

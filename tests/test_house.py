@@ -23,6 +23,7 @@ LEVELS = (
     ("spec", "philox"),
     ("gates", "formats", "presets", "reference", "shipped"),
     ("planner",),
+    ("recommendation",),
     ("ops",),
     ("checks",),
     ("cache",),

@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lazystate.cli import app
+from lazystate.presets import preset
+from lazystate.recommendation import recommend
 
 KEYS = {
     "method",
@@ -54,9 +56,41 @@ def test_formats_are_of_replay():
     assert small[1]["checkpoint"] == "fp16" and small[1]["view"] == "nvfp4"
     assert small[1]["state_bytes_per_token"] < full[1]["state_bytes_per_token"] / 2
     shown, usual = (run("Qwen3.5-4B", *x).output for x in (formats, ()))
-    assert "fp16, nvfp4" in shown and "no GPU kernels yet" in shown
-    assert "no GPU kernels" not in usual
+    assert "fp16, nvfp4" in shown and "No kernel was timed" in shown
+    assert "No kernel was timed" not in usual
     assert run("Qwen3.5-4B", "--checkpoint", "int2").exit_code == 2
+
+
+def test_auto_says_what_it_chose_and_why():
+    """--view auto is what `recommend` says, with its sentence; the error class matters."""
+    shape = preset("Qwen3.5-4B")
+    shown = words(run("Qwen3.5-4B", "--view", "auto").output)
+    assert f"Recommended: {recommend(shape.layer)}." in shown
+    chosen = {}
+    for error in ("exact", "close", "loose", "10"):
+        result = run("Qwen3.5-4B", "--view", "auto", "--error", error, "--json")
+        assert result.exit_code == 0, result.output
+        plain, replay = json.loads(result.stdout)
+        assert plain["checkpoint"] == "fp32"
+        found = recommend(shape.layer, error=float(error) if error == "10" else error)
+        assert (replay["checkpoint"], replay["view"]) == (found.checkpoint, found.view or "full")
+        chosen[error] = replay["state_bytes_per_token"]
+    assert chosen["exact"] > chosen["close"] > chosen["loose"] > chosen["10"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--checkpoint", "fp16"), "--view auto chooses the checkpoint, too"),
+        (("--error", "small"), "--error must be one of exact, close, loose"),
+        (("--error", "-1"), "error must be nats of KL, 0 or more"),
+    ],
+)
+def test_auto_refuses(given: tuple[str, str], message: str):
+    """A checkpoint besides, and errors that are none."""
+    result = run("Qwen3.5-4B", "--view", "auto", *given)
+    assert result.exit_code == 2
+    assert message in words(result.output)
 
 
 def test_table_is_not_cut():

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazystate.cache import StateCache, StepError, Ticket
 from lazystate.ops import Traffic, count_traffic
+from lazystate.recommendation import recommend
 from lazystate.spec import LayerSpec
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "count_traffic",
     "patch",
     "patched",
+    "recommend",
     "unpatch",
 ]
 

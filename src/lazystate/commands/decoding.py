@@ -24,6 +24,7 @@ from lazystate.commands.recorder import Recorder
 from lazystate.engines.transformers import count_plain_state_bytes, patched
 from lazystate.engines.transformers.adapters import ADAPTERS
 from lazystate.engines.transformers.observing import gates_fingerprint, recurrent_modules
+from lazystate.formats import Rounding
 from lazystate.ops import Traffic, count_traffic
 from lazystate.sketch.files import open_calibration
 from lazystate.sketch.view import Sketch
@@ -44,6 +45,7 @@ class Method:
         checkpoint: format of replay's states. view: of the copy that most steps read, or "sketch";
             None: none.
         mean_rank: of a sketch. calibration: its file, None for the shipped model's own.
+        rounding: into the checkpoint.
 
     Raises:
         ValueError: for drafts or formats without replay, or more drafts than a window holds.
@@ -55,6 +57,7 @@ class Method:
     view: str | None = None
     mean_rank: float = 8
     calibration: Path | None = None
+    rounding: Rounding = "stochastic"
 
     def __post_init__(self) -> None:
         if self.window is None and not self.exact:
@@ -260,4 +263,5 @@ def _engine(loaded: Loaded, method: Method) -> AbstractContextManager:
         max_tokens=method.draft_tokens + 1,
         checkpoint=method.checkpoint,
         view=loaded.view(method),
+        rounding=method.rounding,
     )

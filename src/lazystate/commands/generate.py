@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,9 +15,11 @@ from lazystate.commands.options import (
     Checkpoint,
     Device,
     DraftTokens,
+    Error,
     MeanRank,
-    View,
+    ViewOrAuto,
     Window,
+    recommended,
     usage_errors,
 )
 
@@ -42,7 +45,8 @@ def generate(
     ] = "none",
     draft_tokens: DraftTokens = 4,
     checkpoint: Checkpoint = "fp32",
-    view: View = "none",
+    view: ViewOrAuto = "none",
+    error: Error = "close",
     mean_rank: MeanRank = 8,
     calibration: CalibrationFile = None,
     dtype: Annotated[
@@ -58,7 +62,7 @@ def generate(
 
     The text comes from --prompt, --file or standard input. It is written to standard output as it
     is made; a last line on standard error has tokens a second, bytes of recurrent state moved for
-    a token, and tokens kept a step.
+    a token, and tokens kept a step. --view auto says there, too, what it chose and why.
 
     **Examples**
 
@@ -66,6 +70,7 @@ def generate(
     lazystate generate gdn --prompt "It was a dark night, and"
     lazystate generate mamba2 --file chapter.txt --draft prompt-lookup
     lazystate generate gdn --prompt "Once" --checkpoint fp16 --view nvfp4
+    lazystate generate gdn --prompt "Once" --view auto
     lazystate generate gdn --prompt "Once" --view sketch --mean-rank 8 --window 32
     cat chapter.txt | lazystate generate kda --method plain
     lazystate generate ./my-model --prompt "Once" --temperature 0.8 --seed 3 --dtype bfloat16
@@ -73,7 +78,9 @@ def generate(
     """
     from lazystate.commands import decoding
     from lazystate.commands.recorder import Recorder
+    from lazystate.engines.transformers import layer_spec
 
+    said = Console(stderr=True, highlight=False)
     with usage_errors():
         how = decoding.Method(
             window if method == "replay" else None,
@@ -85,6 +92,13 @@ def generate(
         )
         text = _prompt(prompt, file)
         loaded = decoding.load(model, dtype, device)
+        if view == "auto":
+            layer = layer_spec(loaded.model, loaded.model.dtype)
+            found = recommended(layer, checkpoint, error, window)
+            said.print(f"[dim]Recommended: {found}.[/dim]")
+            how = replace(
+                how, checkpoint=found.checkpoint, view=found.view, rounding=found.rounding
+            )
         ids = loaded.encode(text)
         if not ids.numel():
             raise ValueError("prompt must have at least one token, got an empty text")
@@ -92,7 +106,7 @@ def generate(
         sys.stdout.write(text)
         decoding.decode(loaded, ids, how, tokens, recorder, temperature=temperature, seed=seed)
     state = loaded.predicted_bytes(how, recorder.given_per_step, recorder.tokens_per_step)
-    Console(stderr=True, highlight=False).print(
+    said.print(
         f"[dim]{recorder.tokens} tokens, {recorder.tokens_per_second:.0f} tokens/s, "
         f"{state:,.0f} bytes of state a token (planner), "
         f"{recorder.tokens_per_step:.2f} tokens a step[/dim]"

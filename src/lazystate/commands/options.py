@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from lazystate.recommendation import Recommendation
+    from lazystate.spec import LayerSpec
 
 MOST_WINDOW = 65_536  # far above any that saves bytes, and still in memory
 
@@ -33,6 +37,23 @@ View = Annotated[
         "low-rank sketch; none: the state itself."
     ),
 ]
+ViewOrAuto = Annotated[
+    Literal[
+        "none", "fp32", "fp16", "bf16", "fp8", "nvfp4", "int8", "int4", "int2", "sketch", "auto"
+    ],
+    typer.Option(
+        help="What most steps read instead of the state: a copy in this format, or a calibrated "
+        "low-rank sketch; none: the state itself; auto: checkpoint, view and rounding by recorded "
+        "evidence, for --error."
+    ),
+]
+Error = Annotated[
+    str,
+    typer.Option(
+        help="Most KL that --view auto may cost: exact, close (what bfloat16 activations make), "
+        "loose (ten times that), or nats."
+    ),
+]
 MeanRank = Annotated[
     float, typer.Option(min=1, help="Mean rank of --view sketch; heads get their own.")
 ]
@@ -51,6 +72,28 @@ Backend = Annotated[
     typer.Option(help="What computes the recurrence; auto: Triton on a GPU, else PyTorch."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON list, and no table.")]
+
+
+def recommended(layer: LayerSpec, checkpoint: str, error: str, window: int) -> Recommendation:
+    """What --view auto stands for in a layer.
+
+    Raises:
+        ValueError: for a checkpoint besides, or an error that is no class and no number.
+    """
+    from lazystate.recommendation import CLASSES, recommend
+
+    if checkpoint != "fp32":
+        raise ValueError(
+            f"--view auto chooses the checkpoint, too, got --checkpoint {checkpoint}: give one of "
+            "them"
+        )
+    try:
+        wanted: Any = error if error in CLASSES else float(error)
+    except ValueError:
+        raise ValueError(
+            f"--error must be one of {', '.join(CLASSES)}, or nats of KL, got {error!r}"
+        ) from None
+    return recommend(layer, error=wanted, window=window)
 
 
 @contextmanager

@@ -17,13 +17,15 @@ from rich.table import Table
 from lazystate.commands.options import (
     MOST_WINDOW,
     Checkpoint,
+    Error,
     Json,
     MeanRank,
-    View,
+    ViewOrAuto,
+    recommended,
     usage_errors,
 )
 
-NO_KERNELS = "These states have no GPU kernels yet: the times are those of their bytes."
+NOT_TIMED = "No kernel was timed with these states yet: the times are those of their bytes."
 
 
 def plan(
@@ -44,7 +46,8 @@ def plan(
         int | None, typer.Option(min=1, max=MOST_WINDOW, help="Of replay.  [default: the best]")
     ] = None,
     checkpoint: Checkpoint = "fp32",
-    view: View = "none",
+    view: ViewOrAuto = "none",
+    error: Error = "close",
     mean_rank: MeanRank = 8,
     bandwidth: Annotated[
         float, typer.Option(min=1, help="GB/s that a plain read reaches.")
@@ -68,7 +71,8 @@ def plan(
 
     Times are the least that the bytes take at the given bandwidths (the defaults are those measured
     on one H200); recurrent layers only. --checkpoint and --view are of replay; the other methods
-    keep FP32 states.
+    keep FP32 states. --view auto takes the fewest bytes whose recorded error is small enough, and
+    says what it rests on.
 
     **Published shapes**: Nemotron-3-Nano-4B, Nemotron-3-Super-120B, Nemotron-Nano-9B-v2,
     Qwen3.5-4B, Qwen3.5-122B-A10B, Qwen3.8-Flash-Next, GLM-5.3-Flash, Kimi-Linear-48B.
@@ -79,6 +83,7 @@ def plan(
     lazystate plan Nemotron-3-Super-120B --batch 256 --weights 80
     lazystate plan Qwen3.5-4B --tokens 4 --acceptance 3.2
     lazystate plan Qwen3.5-4B --checkpoint fp16 --view nvfp4
+    lazystate plan Qwen3.5-4B --view auto --error loose
     lazystate plan Nemotron-3-Super-120B --view sketch --mean-rank 8
     lazystate plan ./my-model/config.json --method replay --window 16 --json
     ```
@@ -90,54 +95,69 @@ def plan(
     from lazystate.sketch.traffic import sketched
 
     with usage_errors():
-        kept = float(tokens) if acceptance is None else acceptance
-        if not 1 <= kept <= tokens:
-            raise ValueError(f"--acceptance must be 1 to --tokens ({tokens}), got {kept}")
+        kept = _kept(acceptance, tokens)
         if window is not None and window < tokens and method in ("all", "replay"):
             raise ValueError(f"--window must be at least --tokens ({tokens}), got {window}")
-        _finite("--gpu-memory", gpu_memory)
-        _finite("--weights", weights)
+        bandwidths = {"read_gbs": bandwidth, "copy_gbs": copy_bandwidth}
+        free = _free_bytes(gpu_memory, weights)
         shape = shape_from_config(model) if Path(model).exists() else _preset(model)
-        read = sketched(shape.layer, mean_rank) if view == "sketch" else view
+        longest = max(window or 16, tokens)
+        layer = shape.layer
+        found = recommended(layer, checkpoint, error, longest) if view == "auto" else None
+        if found is not None:
+            checkpoint, view = found.checkpoint, found.view or "none"  # pyright: ignore (names)
+        read = sketched(layer, mean_rank) if view == "sketch" else view
         plans = [
             planner.plan(
                 shape,
                 each,
                 batch=batch,
-                read_gbs=bandwidth,
-                copy_gbs=copy_bandwidth,
+                **bandwidths,
                 window=window if each == "replay" else None,
                 tokens=tokens if each != "plain" else 1,
                 kept=kept if each != "plain" else 1.0,
                 checkpoint=checkpoint if each == "replay" else "fp32",
                 view=read if each == "replay" and view != "none" else None,
-                free_bytes=round(gpu_memory * 2**30 - weights * 1e9),
+                free_bytes=free,
                 context=context,
             )
             for each in _methods(method, tokens)
         ]
-        choice = auto(
-            shape.layer,
-            batch,
-            tokens,
-            table=entries(gpu),
-            window=max(window or 16, tokens),
-            read_gbs=bandwidth,
-            copy_gbs=copy_bandwidth,
-        )
+        choice = auto(layer, batch, tokens, table=entries(gpu), window=longest, **bandwidths)
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in plans], indent=1))
         return
+    timed = (checkpoint, view) == ("fp32", "none")
+    _show(
+        _table(f"{shape.name}, batch {batch}", plans),
+        f"Recommended: {found}." if found else None,
+        f"Faster on one {gpu}: {choice}." if timed else NOT_TIMED,
+        f"[dim]Shape: {shape.source}.[/dim]",
+    )
+
+
+def _show(*lines: Table | str | None) -> None:
+    """Print what there is."""
     console = Console(highlight=False)
-    console.print(_table(f"{shape.name}, batch {batch}", plans))
-    exact = (checkpoint, view) == ("fp32", "none")
-    console.print(f"Faster on one {gpu}: {choice}." if exact else NO_KERNELS)
-    console.print(f"[dim]Shape: {shape.source}.[/dim]")
+    for each in lines:
+        if each is not None:
+            console.print(each)
 
 
-def _finite(name: str, given: float) -> None:
-    if not math.isfinite(given):
-        raise ValueError(f"{name} must be a finite number, got {given}")
+def _kept(acceptance: float | None, tokens: int) -> float:
+    """Mean tokens that a step keeps."""
+    kept = float(tokens) if acceptance is None else acceptance
+    if not 1 <= kept <= tokens:
+        raise ValueError(f"--acceptance must be 1 to --tokens ({tokens}), got {kept}")
+    return kept
+
+
+def _free_bytes(gpu_memory: float, weights: float) -> int:
+    """Bytes for requests, from GiB and GB."""
+    for name, given in (("--gpu-memory", gpu_memory), ("--weights", weights)):
+        if not math.isfinite(given):
+            raise ValueError(f"{name} must be a finite number, got {given}")
+    return round(gpu_memory * 2**30 - weights * 1e9)
 
 
 def _preset(name: str):
