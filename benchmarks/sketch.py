@@ -5,8 +5,9 @@
 
 KL as in `lazystate evaluate kl`, retrieval as in `recall`, copying as in `copy`. Each model and
 part is a process of its own, which appends a line to a file in --parts for every configuration and
-leaves out those that are there: a run that was cut short goes on. The last run that finds all of
-them done, or `--join`, writes benchmarks/results/.
+leaves out those that are there: a run that was cut short goes on. At its end it writes what there
+is to benchmarks/results/. `--join` does so without measuring, also while a run goes on, and then
+writes docs/sketch.md, as `python benchmarks/sketch_page.py` does.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lazystate.sketch.allocation import budget_of, rank_actions, uniform
 from lazystate.sketch.calibration_file import Calibration
 from lazystate.sketch.files import open_calibration
 from lazystate.sketch.view import DENSE, Sketch
+import sketch_page
 from page import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -202,9 +204,7 @@ def work(name: str, part: str, options: argparse.Namespace) -> None:
         "examples": options.examples,
         "tokens": options.tokens or PARTS[part],
     }
-    lines = (
-        [json.loads(line) for line in path.read_text("utf8").splitlines()] if path.exists() else []
-    )
+    lines = finished(path) if path.exists() else []
     if lines and {**lines[0], "commit": ""} != {**about, "commit": ""}:
         raise SystemExit(f"{path} is of other options: {lines[0]}; give another --parts")
     configs = configurations(open_calibration(name), "torch")
@@ -213,9 +213,10 @@ def work(name: str, part: str, options: argparse.Namespace) -> None:
     if not wanted:
         return
     measuring = Measuring(name, part, options)
+    whole = path.with_suffix(".part")  # a line that was cut off goes
+    whole.write_text("".join(json.dumps(line) + "\n" for line in lines or [about]), "utf8")
+    whole.replace(path)
     with path.open("a", encoding="utf8") as file:
-        if not lines:
-            file.write(json.dumps(about) + "\n")
         for label in wanted:
             if time.time() > options.until:
                 print(f"{name}, {part}: no time for {label} and what follows", file=sys.stderr)
@@ -226,24 +227,32 @@ def work(name: str, part: str, options: argparse.Namespace) -> None:
             print(f"{time.time() - start:5.0f} s {name}, {part}: {label}", flush=True)
 
 
-def join(parts: Path) -> None:
-    """Write one file of all parts.
+def finished(path: Path) -> list[Row]:
+    """The lines of a part; one that is being written, or was cut off, is left out."""
+    text = path.read_text("utf8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def join(parts: Path, results: Path = RESULTS) -> None:
+    """Write one file of all parts that have begun.
 
     Raises:
-        SystemExit: if parts are of different runs.
+        SystemExit: if none has, or parts are of different runs.
     """
-    files = [path.read_text("utf8").splitlines() for path in sorted(parts.glob("*.jsonl"))]
-    abouts = [json.loads(lines[0]) for lines in files]
+    files = [lines for path in sorted(parts.glob("*.jsonl")) if (lines := finished(path))]
+    if not files:
+        raise SystemExit(f"--parts must be a folder with parts of a run, got {parts}: none begun")
+    abouts = [lines[0] for lines in files]
     tokens = {about.pop("tokens") for about in abouts}
     if any(about != abouts[0] for about in abouts):
         raise SystemExit(f"parts in {parts} are of different runs: {abouts}")
-    rows = [json.loads(line) for lines in files for line in lines[1:]]
+    rows = [line for lines in files for line in lines[1:]]
     slug = abouts[0]["device"].lower().removeprefix("nvidia ").split()[0]
-    path = RESULTS / slug / "sketch.json"
+    path = results / slug / "sketch.json"
     record = {**abouts[0], "tokens": sorted(tokens), "runs": rows}
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", "utf8")
-    print(f"{path.relative_to(ROOT)}: {len(rows)} rows")
+    print(f"{path}: {len(rows)} rows")
 
 
 def main() -> None:
@@ -257,7 +266,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=128)
     parser.add_argument("--tokens", type=int, help="fewer, for a look")
     parser.add_argument("--commit", help="revision, where there is no git")
-    parser.add_argument("--join", action="store_true", help="only join the parts")
+    parser.add_argument("--join", action="store_true", help="only join parts; write the page")
     parser.add_argument("--work", nargs=2, metavar=("MODEL", "PART"), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -265,9 +274,12 @@ def main() -> None:
         model, part = options.work
         work(model, part, options)
         return
+    if options.join:
+        join(options.parts)
+        sketch_page.write_all(check=False)
+        return
     options.parts.mkdir(parents=True, exist_ok=True)
-    if not options.join:
-        _start(options)
+    _start(options)
     join(options.parts)
 
 

@@ -1,7 +1,7 @@
 """Tables and plots of docs/sketch.md, from what benchmarks/sketch.py has measured.
 
     python benchmarks/sketch_page.py            # write the page's tables and plots
-    python benchmarks/sketch_page.py --check    # only say whether the page is up to date
+    python benchmarks/sketch_page.py --check    # only say whether they are up to date
 
 A whole page is of one run: a GPU's where there is one, else a CPU's. What a run lacks, the page
 says it lacks.
@@ -10,32 +10,38 @@ says it lacks.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import statistics
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from low_precision import head, line, times
+from low_precision import head, line
 from page import ROOT, write
+from sketch_rows import ABSENT, MODELS, Evidence, Row, kept, span, verdict
 
 PAGE = ROOT / "docs" / "sketch.md"
-RESULTS = ROOT / "benchmarks" / "results"
-MODELS = ("gdn", "kda", "mamba2")
-SKETCHES = [f"sketch {rank}" for rank in (2, 4, 8, 16)]
+PLOTS = ROOT / "docs" / "plots"
+RANKS = (2, 4, 8, 16)
+SKETCHES = [f"sketch {rank}" for rank in RANKS]
 CASTS = [f"{name} view" for name in ("int2", "int4", "nvfp4", "fp8")]
-ABLATED = "sketch 4"
-ABLATIONS = (
-    ABLATED,
-    "exact map",
-    "offline map",
-    "error only",
-    "gradient only",
-    "uniform ranks",
-    "random basis",
-    "low-rank state 4",
+# SketchSSM's finding, its numbers (mean accuracy in percent on Nemotron Nano 9B v2), and the
+# configurations of which the first should have more KL than the second here.
+FINDINGS = (
+    ("a calibrated basis beats a random one", "71.9, 63.7", "random basis", "sketch 4"),
+    ("a map for the state at hand beats a fixed one", "71.9, 53.5", "offline map", "sketch 4"),
+    ("allocated ranks beat equal ones", "71.9, 61.9", "uniform ranks", "sketch 4"),
+    ("error and slope together beat the error", "71.9, 66.3", "error only", "sketch 4"),
+    ("they beat the slope", "71.9, 55.7", "gradient only", "sketch 4"),
+    ("a sketch beats a projected state, rank 8", "74.4, 62.1", "low-rank state 8", "sketch 8"),
+    ("the same, rank 4", "71.9, 47.8", "low-rank state 4", "sketch 4"),
+    ("rank 8 beats a 4-bit copy, with fewer bytes", "74.4, 71.1", "int4 view", "sketch 8"),
+    ("rank 4 beats a 2-bit copy, with fewer bytes", "71.9, 46.1", "int2 view", "sketch 4"),
+    ("a 4-bit copy beats a 4-bit recurrence", "71.1, 3.7", "nvfp4 recurrence", "nvfp4 view"),
+    ("least squares beats the pivot map", "-", "sketch 4", "exact map"),
 )
-KEPT = (
+CHANGED = (
     "sketch 8",
     "sketch 8, window 32",
     "sketch 8, window 64",
@@ -43,182 +49,10 @@ KEPT = (
     "fp8 recurrence",
     "nvfp4 recurrence",
 )
+LASTING = ("fp32", "sketch 4", "sketch 8", "nvfp4 view", "sketch 8, fp16 checkpoint",
+           "nvfp4 recurrence")  # fmt: skip
 LAYERS = ("Nemotron-3-Super-120B", "Qwen3.8-Flash-Next", "GLM-5.3-Flash")
 NOT_YET = "Not measured yet: `python benchmarks/sketch.py`.\n"
-ABSENT = "not measured"
-
-Row = dict[str, Any]
-
-
-class Evidence:
-    """One run's rows by (model, part, configuration); none where nothing has been measured."""
-
-    def __init__(self, record: dict[str, Any] | None) -> None:
-        self.record = record or {}
-        rows = self.record.get("runs", [])
-        self.rows = {(row["model"], row["part"], row["config"]): row for row in rows}
-        self.models = [model for model in MODELS if any(key[0] == model for key in self.rows)]
-
-    def row(self, model: str, config: str, part: str = "main") -> Row | None:
-        """One configuration of one model, if it was measured."""
-        return self.rows.get((model, part, config))
-
-    def of(self, config: str) -> list[Row]:
-        """A configuration's rows of all models that have it."""
-        found = (self.row(model, config) for model in self.models)
-        return [row for row in found if row is not None]
-
-    def kl(self, model: str, config: str) -> float | None:
-        """KL at the last N, in nats; None where not measured or not finite."""
-        row = self.row(model, config)
-        return None if row is None else row["points"][-1]["kl"]
-
-    def cells(self, config: str) -> list[str]:
-        """KL at the last N with its standard error, a cell a model."""
-        rows = (self.row(model, config) for model in self.models)
-        return [ABSENT if row is None else cell(row["points"][-1]) for row in rows]
-
-    def span(self, config: str, name: str, form: str) -> str:
-        """A number of a configuration, the smallest and the largest of the models."""
-        return span([row[name] for row in self.of(config)], form)
-
-    def made(self) -> str:
-        """What was run, where, and what is lacking."""
-        about = self.record
-        last = max(row["points"][-1]["n"] for row in self.rows.values() if row["part"] == "main")
-        where = "a CPU, one thread" if about["device"] == "cpu" else about["device"]
-        out = (
-            f"{', '.join(self.models)}; N = {last:,}, {about['streams']} pages behind prompts of "
-            f"{about['prompt']} tokens; torch {about['torch']}, transformers "
-            f"{about['transformers']}, {where}, revision {about['commit']}."
-        )
-        if lacking := [model for model in MODELS if model not in self.models]:
-            out += f" Not measured yet: {', '.join(lacking)}."
-        return "\n" + out + "\n"
-
-
-def cell(point: Row) -> str:
-    """KL and its standard error."""
-    if point["kl"] is None:
-        return "not finite"
-    error = point["standard_error"]
-    return f"{point['kl']:.1e}" + ("" if error is None else f" ± {error:.0e}")
-
-
-def span(numbers: list[float], form: str) -> str:
-    """The smallest and the largest, or one where they read alike."""
-    if not numbers:
-        return ABSENT
-    low, high = (format(pick(numbers), form) for pick in (min, max))
-    return low if low == high else f"{low} to {high}"
-
-
-def ranks_table(found: Evidence) -> str:
-    """KL of mean ranks and of rounded copies, by the bytes that most steps read."""
-    if not found.rows:
-        return NOT_YET
-    out = head(
-        "read by most steps",
-        "bytes",
-        "moved, of plain",
-        *(f"{model}, KL" for model in found.models),
-        "same top token",
-    )
-    names = [name for name in ("fp32", *CASTS, *SKETCHES) if found.of(name)]
-    for name in sorted(names, key=lambda each: -max(row["bytes"] for row in found.of(each))):
-        top = statistics.mean(row["points"][-1]["top"] for row in found.of(name))
-        moved = found.span(name, "share", ".3f")
-        out += line(name, found.span(name, "bytes", ",.0f"), moved, *found.cells(name), f"{top:.1%}")
-    return out + found.made()
-
-
-def picture(found: Evidence) -> str:
-    """The plot, where there is one."""
-    return "![KL against the bytes read](images/sketch.png)\n" if found.rows else NOT_YET
-
-
-def ablations_table(found: Evidence) -> str:
-    """One choice changed at a time, as a factor of KL."""
-    if not any(found.of(name) for name in ABLATIONS):
-        return NOT_YET
-    out = head("configuration", *(f"{model}, KL" for model in found.models), "times the default's")
-    for name in ABLATIONS:
-        ratios = []
-        for model in found.models:
-            one, default = found.kl(model, name), found.kl(model, ABLATED)
-            if one is not None and default:
-                ratios.append(one / default)
-        low_high = dict.fromkeys(times(pick(ratios)) for pick in (min, max)) if ratios else [ABSENT]
-        out += line(name, *found.cells(name), " to ".join(low_high))
-    return out + found.made()
-
-
-def kept_table(found: Evidence) -> str:
-    """Windows, a narrower checkpoint, and what rounding the recurrence itself does."""
-    if not any(found.of(name) for name in KEPT):
-        return NOT_YET
-    out = head("configuration", "moved, of plain", *(f"{model}, KL" for model in found.models))
-    for name in KEPT:
-        out += line(name, found.span(name, "share", ".3f"), *found.cells(name))
-    return out + found.made()
-
-
-def length_table(found: Evidence) -> str:
-    """KL over the text: the longest run of each configuration."""
-    if not found.rows:
-        return NOT_YET
-    named = ("fp32", ABLATED, "sketch 8", "nvfp4 view", "sketch 8, fp16 checkpoint",
-             "nvfp4 recurrence")  # fmt: skip
-    rows = []
-    for model in found.models:
-        for name in named:
-            row = found.row(model, name, "long") or found.row(model, name)
-            if row is not None:
-                rows.append(row)
-    at = sorted({point["n"] for row in rows for point in row["points"]})
-    out = head("model", "configuration", *(f"N = {n:,}" for n in at))
-    for row in rows:
-        by = {point["n"]: cell(point) for point in row["points"]}
-        out += line(row["model"], row["config"], *(by.get(n, "") for n in at))
-    return out
-
-
-def tasks_table(found: Evidence) -> str:
-    """Facts recalled, passages copied, and when the model stopped."""
-    rows = [row for row in found.rows.values() if "recall" in row]
-    if not rows:
-        return NOT_YET
-    tasks = list(rows[0]["recall"])
-    out = head("model", "configuration", *tasks, "copied", "tokens until the stop")
-    for row in sorted(rows, key=lambda each: MODELS.index(each["model"])):
-        shares = [*row["recall"].values(), row["copied"]]
-        cells = (f"{share:.2f}" for share in shares)
-        out += line(row["model"], row["config"], *cells, f"{statistics.mean(row['tokens']):.1f}")
-    examples = found.record["examples"]
-    return out + (
-        f"\nShares of {examples} examples of a task, in contexts of {found.record['context']} "
-        f"tokens, so each has a standard error of up to {0.5 / math.sqrt(examples):.2f}; the "
-        f"run is the one above.\n"
-    )
-
-
-def prediction_table(found: Evidence) -> str:
-    """Rank correlations of the error seen at folds with what follows."""
-    rows = [row for row in found.rows.values() if "predicted" in row]
-    if not rows:
-        return NOT_YET
-    columns = {
-        "heads": "error, between heads",
-        "windows": "error, within a head",
-        "outputs": "KL of the next window",
-        "recent": "the same, four folds",
-    }
-    out = head("model", "configuration", *columns.values())
-    for row in rows:
-        numbers = (row["predicted"][name] for name in columns)
-        cells = ("-" if number is None else f"{number:.2f}" for number in numbers)
-        out += line(row["model"], row["config"], *cells)
-    return out
 
 
 def costs_table(found: Evidence) -> str:
@@ -229,8 +63,8 @@ def costs_table(found: Evidence) -> str:
     from lazystate.sketch.traffic import sketched
 
     out = head("states", *LAYERS, "memory, of plain")
-    listed = [("fp32", None), ("fp16", "nvfp4"), *(("fp32", rank) for rank in (16, 8, 4, 2)),
-              ("fp16", 8)]  # fmt: skip
+    listed = [("fp32", None), ("fp32", "nvfp4"), ("fp16", "nvfp4")]
+    listed += [("fp32", rank) for rank in reversed(RANKS)] + [("fp16", 8)]
     for checkpoint, view in listed:
         cells, memory = [], []
         for layer in (preset(name).layer for name in LAYERS):
@@ -252,87 +86,288 @@ def costs_table(found: Evidence) -> str:
 
 
 def layout_table(found: Evidence) -> str:
-    """A head's view and its state traffic at window 16, beside the paper's layout."""
+    """A head's view in bytes, beside the paper's layout and beside copies of few bits."""
     del found
-    from lazystate.sketch.traffic import PaperBytes, step_bytes, view_bytes
+    from lazystate.formats import FORMATS
+    from lazystate.sketch.traffic import PaperBytes, view_bytes
 
-    shapes = {"Mamba-2, V = 64, K = 128": (64, False), "delta rule, V = K = 128": (128, True)}
-    names = [f"{shape}: {what}" for shape in shapes for what in ("view", "traffic")]
-    out = head("rank", *names)
-    for rank in (2, 4, 8, 16):
-        cells = []
-        for value_dim, erase in shapes.values():
-            paper = PaperBytes(128, value_dim, 16, erase)
-            ours, plain = view_bytes(128, value_dim, rank), 2 * paper.state
-            moved = step_bytes(ours, paper.state, 16)
-            cells.append(f"{ours:,} B for {rank * paper.rank:,} B")
-            cells.append(f"{plain / moved:.1f}x for {paper.reduction([rank]):.1f}x")
-        out += line(rank, *cells)
+    out = head(
+        "a head's state",
+        *(f"rank {rank}, SketchSSM's" for rank in RANKS),
+        *(f"{name}, as rank" for name in ("INT2", "NVFP4", "FP8")),
+    )
+    shapes = {
+        "Mamba-2, V = 64, K = 128": (64, 128, False),
+        "delta rule, V = K = 128": (128, 128, True),
+        "the shipped models', V = K = 64": (64, 64, True),
+    }
+    for name, (value_dim, key_dim, erase) in shapes.items():
+        paper = PaperBytes(key_dim, value_dim, 16, erase)
+        ours = {rank: view_bytes(key_dim, value_dim, rank) for rank in range(1, key_dim + 1)}
+        cells = [f"{ours[rank]:,}, {rank * paper.rank:,}" for rank in RANKS]
+        for form in ("int2", "nvfp4", "fp8"):
+            copy = FORMATS[form].nbytes(value_dim, key_dim)
+            cells.append(f"{copy:,}, {max(rank for rank in ours if ours[rank] <= copy)}")
+        out += line(name, *cells)
     return out
 
 
-TABLES = {
+def retained_table(found: Evidence) -> str:
+    """What the shipped calibrations make of a budget: ranks, bytes, and what reads retain."""
+    del found
+    from lazystate.commands.inspect import summary
+    from lazystate.sketch.files import open_calibration
+
+    out = head("model", "mean rank", "bytes read", "kept", "ranks", "copies", "retained", "gap")
+    for model in MODELS:
+        calibration = open_calibration(model)
+        for rank in RANKS:
+            out += line(model, rank, *summary(calibration, rank))
+    return out
+
+
+def ranks_table(found: Evidence) -> str:
+    """KL of mean ranks and of rounded copies, by the bytes that most steps read."""
+    if not found.models:
+        return NOT_YET
+    kl = (f"{model}, KL" for model in found.models)
+    out = head("read by most steps", "bytes", "moved, of plain", *kl, "same top token")
+    names = [name for name in ("fp32", *CASTS, *SKETCHES) if found.of(name)]
+    for name in sorted(names, key=lambda each: -max(row["bytes"] for row in found.of(each))):
+        top = statistics.mean(row["points"][-1]["top"] for row in found.of(name))
+        moved = found.span(name, "share", ".3f")
+        out += line(name, found.span(name, "bytes", ",.0f"), moved, *found.cells(name), f"{top:.1%}")
+    return out + found.made()
+
+
+def bytes_table(found: Evidence) -> str:
+    """Sketches against copies at equal bytes, and what a copy as good reads."""
+    measured = {
+        model: [name for name in CASTS if found.end(model, name)] for model in found.models
+    }
+    if not any(measured.values()):
+        return NOT_YET
+    out = head(
+        "model",
+        "sketch",
+        "bytes",
+        "best copy of no more bytes, its KL over the sketch's",
+        "smallest copy as good, its bytes over the sketch's",
+        "to take",
+    )
+    for model, casts in measured.items():
+        for name in SKETCHES:
+            if casts and found.end(model, name):
+                out += line(model, name, *_at_equal_bytes(found, model, name, casts))
+    return out
+
+
+def _at_equal_bytes(found: Evidence, model: str, name: str, casts: list[str]) -> tuple[str, ...]:
+    def read(config: str) -> float:
+        row = found.row(model, config)
+        assert row is not None
+        return row["bytes"]
+
+    over = {each: found.ratio(model, each, name) for each in casts}
+    ratios = {each: ratio for each, ratio in over.items() if ratio is not None}
+    no_larger = [each for each in casts if read(each) <= read(name)]
+    as_good = [each for each in casts if ratios[each].value <= 1]
+    rival, good, best = "-", "none", "sketch"
+    if no_larger:
+        nearest = min(no_larger, key=lambda each: ratios[each].value)
+        rival = f"{nearest}: {ratios[nearest]}"
+        best = "sketch" if ratios[nearest].low > 1 else "either"
+        best = "copy" if ratios[nearest].high < 1 else best
+    if as_good:
+        smallest = min(as_good, key=read)
+        good = f"{smallest}: {read(smallest) / read(name):.2f}x"
+    return f"{read(name):,.0f}", rival, good, best
+
+
+def findings_table(found: Evidence) -> str:
+    """SketchSSM's ablations, as ratios of KL."""
+    if not found.models:
+        return NOT_YET
+    out = head(
+        "finding", "SketchSSM, accuracy", "KL of", "over that of", *found.models, "seen here"
+    )
+    for claim, accuracy, above, below in FINDINGS:
+        ratios = [found.ratio(model, above, below) for model in found.models]
+        cells = (ABSENT if ratio is None else str(ratio) for ratio in ratios)
+        out += line(claim, accuracy, above, below, *cells, verdict(ratios))
+    return out + found.made()
+
+
+def changed_table(found: Evidence) -> str:
+    """Windows, a narrower checkpoint, and what rounding the recurrence itself does."""
+    if not found.models:
+        return NOT_YET
+    out = head("configuration", "moved, of plain", *(f"{model}, KL" for model in found.models))
+    for name in CHANGED:
+        out += line(name, found.span(name, "share", ".3f"), *found.cells(name))
+    return out
+
+
+def length_table(found: Evidence) -> str:
+    """KL over the text: the longest run of each configuration."""
+    if not found.models:
+        return NOT_YET
+    rows = _longest(found)
+    at = sorted({point["n"] for row in rows for point in row["points"]})
+    out = head("model", "configuration", *(f"N = {n:,}" for n in at))
+    for row in rows:
+        by = {point["n"]: f"{point['kl'] or math.nan:.1e}" for point in row["points"]}
+        out += line(row["model"], row["config"], *(by.get(n, "") for n in at))
+    return out
+
+
+def _longest(found: Evidence) -> list[Row]:
+    rows = (
+        found.row(model, name, "long") or found.row(model, name)
+        for model in found.models
+        for name in LASTING
+    )
+    return [row for row in rows if row is not None]
+
+
+def tasks_table(found: Evidence) -> str:
+    """Facts recalled, passages copied, and when the model stopped."""
+    rows = found.having("recall")
+    if not rows:
+        return NOT_YET
+    tasks = list(rows[0]["recall"])
+    out = head("model", "configuration", *tasks, "copied", "tokens until the stop", "not stopped")
+    for row in rows:
+        cells = (f"{share:.2f}" for share in (*row["recall"].values(), row["copied"]))
+        tokens = row["tokens"]
+        late = sum(n >= _most_tokens() for n in tokens) / len(tokens)
+        mean = f"{statistics.mean(tokens):.1f}"
+        out += line(row["model"], row["config"], *cells, mean, f"{late:.2f}")
+    about = found.record
+    return out + (
+        f"\nShares of {about['examples']} examples, so that each has a standard error of up to "
+        f"{0.5 / math.sqrt(about['examples']):.2f}; contexts of {about['context']} tokens; the "
+        f"run of the tables above.\n"
+    )
+
+
+def _most_tokens() -> int:
+    """After so many tokens a copy that does not end is ended, see `copying.copy`."""
+    from lazystate.evaluation.copying import LENGTH, PATIENCE, rest
+
+    return PATIENCE * rest(LENGTH)
+
+
+def prediction_table(found: Evidence) -> str:
+    """Rank correlations of the error seen at folds with what follows."""
+    rows = found.having("predicted")
+    if not rows:
+        return NOT_YET
+    columns = {
+        "heads": "error, between heads",
+        "windows": "error, within a head",
+        "outputs": "KL of the next window",
+        "recent": "the same, four folds",
+    }
+    out = head("model", "configuration", *columns.values())
+    for row in rows:
+        numbers = (row["predicted"][name] for name in columns)
+        cells = ("-" if number is None else f"{number:.2f}" for number in numbers)
+        out += line(row["model"], row["config"], *cells)
+    return out
+
+
+TABLES: dict[str, Callable[[Evidence], str]] = {
     "costs": costs_table,
     "layout": layout_table,
+    "retained": retained_table,
     "ranks": ranks_table,
-    "picture": picture,
-    "ablations": ablations_table,
-    "kept": kept_table,
+    "bytes": bytes_table,
+    "findings": findings_table,
+    "changed": changed_table,
     "length": length_table,
     "tasks": tasks_table,
     "prediction": prediction_table,
 }
 
 
-def kept() -> dict[str, Any] | None:
-    """The run that the page is of."""
-    paths = {path.parent.name: path for path in sorted(RESULTS.glob("*/sketch.json"))}
-    gpus = [path for name, path in paths.items() if name != "cpu"]
-    path = gpus[0] if gpus else paths.get("cpu")
-    return None if path is None else json.loads(path.read_text("utf8"))
-
-
-def plot(found: Evidence) -> None:
-    """KL against the bytes that most steps read: sketches and rounded copies."""
+def draw(found: Evidence) -> Any:
+    """Above: KL against the bytes that most steps read. Below: KL against N."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(found.models), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(found.models), squeeze=False, sharey=True)[0]
-    lines = {
-        "sketch, mean rank 2 to 16": (SKETCHES, "o-", "#1f618d"),
-        "copy, INT2 to FP8": (CASTS, "s--", "#ca6f1e"),
-    }
-    for axes, model in zip(panels, found.models, strict=True):
-        axes.set(title=model, xscale="log", yscale="log", xlabel="state bytes read by most steps")
-        axes.grid(alpha=0.3)
-        for label, (names, style, colour) in lines.items():
-            rows = [row for name in names if (row := found.row(model, name)) is not None]
-            ends = [row["points"][-1] for row in rows]
-            axes.errorbar(
-                [row["bytes"] for row in rows],
-                [math.nan if end["kl"] is None else end["kl"] for end in ends],
-                yerr=[end["standard_error"] or 0 for end in ends],
-                fmt=style,
-                color=colour,
-                label=label,
-                capsize=2,
-            )
-    panels[0].set_ylabel("KL from FP32 states, nats")
-    panels[0].legend(frameon=False, fontsize=8)
-    path = Path(PAGE).parent / "images" / "sketch.png"
-    figure.savefig(path, dpi=90, metadata={"Software": None})
+    count = len(found.models)
+    figure = Figure(figsize=(3.6 * count + 0.4, 6.4), layout="constrained")
+    above, below = figure.subplots(2, count, squeeze=False, sharey="row")
+    for axes in (*above, *below):
+        axes.set(xscale="log", yscale="log")
+    for axes, model in zip(above, found.models, strict=True):
+        axes.set(title=model, xlabel="state bytes read by most steps")
+        _curve(axes, found, model, SKETCHES, "o-", "sketch, mean rank 2 to 16")
+        _curve(axes, found, model, CASTS, "s--", "copy, INT2 to FP8")
+    for axes, model in zip(below, found.models, strict=True):
+        axes.set(xlabel="N, tokens decoded")
+        for row in _longest(found):
+            if row["model"] == model and row["config"] != "fp32":
+                points = [point for point in row["points"] if point["kl"] is not None]
+                at = [point["n"] for point in points]
+                axes.plot(at, [point["kl"] for point in points], ".-", label=row["config"])
+    for row in (above, below):
+        row[0].set_ylabel("KL from FP32 states, nats")
+        row[0].legend(fontsize=7)
+    return figure
+
+
+def _curve(axes: Any, found: Evidence, model: str, names: list[str], style: str, label: str) -> None:
+    ends = {name: end for name in names if (end := found.end(model, name))}
+    rows = [row for name in ends if (row := found.row(model, name))]
+    axes.errorbar(
+        [row["bytes"] for row in rows],
+        [end["kl"] for end in ends.values()],
+        yerr=[end["standard_error"] or 0 for end in ends.values()],
+        fmt=style,
+        label=label,
+        capsize=2,
+        markersize=4,
+    )
+
+
+def plot(found: Evidence, *, check: bool) -> None:
+    """Draw docs/plots/sketch.svg, or say whether it is of these numbers.
+
+    Raises:
+        SystemExit: with `check`, if it is not.
+    """
+    digest = "numbers " + hashlib.sha256(json.dumps(found.record).encode()).hexdigest()[:16]
+    path = PLOTS / "sketch.svg"
+    if check:
+        if not path.exists() or digest not in path.read_text("utf8"):
+            raise SystemExit(f"{path.name} is behind its numbers: run benchmarks/sketch_page.py")
+        return
+    import matplotlib
+
+    from plots import STYLE, svg
+
+    with matplotlib.rc_context(STYLE):
+        path.write_text(svg(draw(found), digest), "utf8")
+
+
+def write_all(*, check: bool) -> None:
+    """Write all tables and the plot, or with `check` only compare.
+
+    Raises:
+        SystemExit: with `check`, if something is not what the numbers make.
+    """
+    found = kept()
+    for name, table in TABLES.items():
+        write(PAGE, name, table(found), check=check)
+    plot(found, check=check)
 
 
 def main() -> None:
     """Write, or check."""
     parser = argparse.ArgumentParser(description="Tables and plots of docs/sketch.md.")
-    parser.add_argument("--check", action="store_true", help="only compare the page")
-    options = parser.parse_args()
-    found = Evidence(kept())
-    for name, table in TABLES.items():
-        write(PAGE, name, table(found), check=options.check)
-    if found.rows and not options.check:
-        plot(found)
+    parser.add_argument("--check", action="store_true", help="only compare")
+    write_all(check=parser.parse_args().check)
 
 
 if __name__ == "__main__":
