@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import transformers
 
+import sketch_page
 from lazystate.commands.decoding import Loaded, load
 from lazystate.evaluation import copying, kl, read_error, retrieval
 from lazystate.planner import Stored, traffic
@@ -33,7 +34,6 @@ from lazystate.sketch.allocation import budget_of, rank_actions, uniform
 from lazystate.sketch.calibration_file import Calibration
 from lazystate.sketch.files import open_calibration
 from lazystate.sketch.view import DENSE, Sketch
-import sketch_page
 from page import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -115,15 +115,36 @@ def layout_table(found: Evidence) -> str:
 def retained_table(found: Evidence) -> str:
     """What the shipped calibrations make of a budget: ranks, bytes, and what reads retain."""
     del found
-    from lazystate.commands.inspect import summary
+    from lazystate.evaluation.sketch_plots import retained
     from lazystate.sketch.files import open_calibration
+    from lazystate.sketch.view import DENSE, SketchView
 
     out = head("model", "mean rank", "bytes read", "kept", "ranks", "copies", "retained", "gap")
-    for model in MODELS:
-        calibration = open_calibration(model)
+    sizes = set()
+    for calibration in map(open_calibration, MODELS):
+        assert calibration.missed is not None
+        notes = calibration.origin.notes
+        sizes.add(f"{notes['states']:,} states and {notes['scored tokens']:,} scored tokens")
         for rank in RANKS:
-            out += line(model, rank, *summary(calibration, rank))
-    return out
+            allocated = calibration.allocate(rank)
+            ranks, sketch = allocated.ranks, calibration.sketch(rank)
+            rooms = [
+                SketchView.allocate(omega, of_heads, 1, calibration.origin.value_dim)
+                for omega, of_heads in zip(sketch.omega, ranks, strict=True)
+            ]
+            held = sum(tensor.nbytes for room in rooms for tensor in room.stored.values())
+            shares = retained(calibration.missed).gather(2, ranks.unsqueeze(2)).squeeze(2)
+            out += line(
+                calibration.origin.model,
+                rank,
+                f"{allocated.allocation.bytes:,}",
+                f"{held:,}",
+                span(ranks[ranks != DENSE].tolist(), "d"),
+                int((ranks == DENSE).sum()),
+                f"{float(shares.where(ranks != DENSE, 1).mean()):.4f}",
+                f"{allocated.allocation.gap:.1%}",
+            )
+    return out + f"\nEach from {' or '.join(sorted(sizes))} of every head.\n"
 
 
 def ranks_table(found: Evidence) -> str:
@@ -136,15 +157,14 @@ def ranks_table(found: Evidence) -> str:
     for name in sorted(names, key=lambda each: -max(row["bytes"] for row in found.of(each))):
         top = statistics.mean(row["points"][-1]["top"] for row in found.of(name))
         moved = found.span(name, "share", ".3f")
-        out += line(name, found.span(name, "bytes", ",.0f"), moved, *found.cells(name), f"{top:.1%}")
+        read = found.span(name, "bytes", ",.0f")
+        out += line(name, read, moved, *found.cells(name), f"{top:.1%}")
     return out + found.made()
 
 
 def bytes_table(found: Evidence) -> str:
     """Sketches against copies at equal bytes, and what a copy as good reads."""
-    measured = {
-        model: [name for name in CASTS if found.end(model, name)] for model in found.models
-    }
+    measured = {model: [name for name in CASTS if found.end(model, name)] for model in found.models}
     if not any(measured.values()):
         return NOT_YET
     out = head(
@@ -235,27 +255,29 @@ def tasks_table(found: Evidence) -> str:
     rows = found.having("recall")
     if not rows:
         return NOT_YET
-    tasks = list(rows[0]["recall"])
-    out = head("model", "configuration", *tasks, "copied", "tokens until the stop", "not stopped")
+    tasks, most = list(rows[0]["recall"]), _most_tokens()
+    out = head("model", "configuration", *tasks, "all four", "copied", "tokens until the stop",
+               "not stopped")  # fmt: skip
     for row in rows:
-        cells = (f"{share:.2f}" for share in (*row["recall"].values(), row["copied"]))
-        tokens = row["tokens"]
-        late = sum(n >= _most_tokens() for n in tokens) / len(tokens)
+        recalled = row["recall"].values()
+        shares = (*recalled, statistics.mean(recalled), row["copied"])
+        cells, tokens = (f"{share:.2f}" for share in shares), row["tokens"]
+        late = sum(n >= most for n in tokens) / len(tokens)
         mean = f"{statistics.mean(tokens):.1f}"
         out += line(row["model"], row["config"], *cells, mean, f"{late:.2f}")
     about = found.record
     return out + (
         f"\nShares of {about['examples']} examples, so that each has a standard error of up to "
-        f"{0.5 / math.sqrt(about['examples']):.2f}; contexts of {about['context']} tokens; the "
-        f"run of the tables above.\n"
+        f"{0.5 / math.sqrt(about['examples']):.2f} (but all configurations get the same ones); "
+        f"contexts of {about['context']} tokens; the run of the tables above.\n"
     )
 
 
 def _most_tokens() -> int:
     """After so many tokens a copy that does not end is ended, see `copying.copy`."""
-    from lazystate.evaluation.copying import LENGTH, PATIENCE, rest
+    from lazystate.evaluation.copying import BEGUN, LENGTH, PATIENCE
 
-    return PATIENCE * rest(LENGTH)
+    return PATIENCE * (LENGTH - BEGUN + 1)
 
 
 def prediction_table(found: Evidence) -> str:
@@ -294,14 +316,18 @@ TABLES: dict[str, Callable[[Evidence], str]] = {
 def draw(found: Evidence) -> Any:
     """Above: KL against the bytes that most steps read. Below: KL against N."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     count = len(found.models)
-    figure = Figure(figsize=(3.6 * count + 0.4, 6.4), layout="constrained")
+    figure = Figure(figsize=(3.4 * count + 2, 6.4), layout="constrained")
     above, below = figure.subplots(2, count, squeeze=False, sharey="row")
     for axes in (*above, *below):
         axes.set(xscale="log", yscale="log")
     for axes, model in zip(above, found.models, strict=True):
         axes.set(title=model, xlabel="state bytes read by most steps")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xticks([10_000, 20_000, 50_000, 100_000])
         _curve(axes, found, model, SKETCHES, "o-", "sketch, mean rank 2 to 16")
         _curve(axes, found, model, CASTS, "s--", "copy, INT2 to FP8")
     for axes, model in zip(below, found.models, strict=True):
@@ -313,11 +339,13 @@ def draw(found: Evidence) -> Any:
                 axes.plot(at, [point["kl"] for point in points], ".-", label=row["config"])
     for row in (above, below):
         row[0].set_ylabel("KL from FP32 states, nats")
-        row[0].legend(fontsize=7)
+        row[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
-def _curve(axes: Any, found: Evidence, model: str, names: list[str], style: str, label: str) -> None:
+def _curve(
+    axes: Any, found: Evidence, model: str, names: list[str], style: str, label: str
+) -> None:
     ends = {name: end for name in names if (end := found.end(model, name))}
     rows = [row for name in ends if (row := found.row(model, name))]
     axes.errorbar(

@@ -33,8 +33,8 @@ class Ratio:
 
     def __str__(self) -> str:
         if math.isinf(self.high):
-            return f"{self.value:.2g}x"
-        return f"{self.value:.2g}x ({self.low:.2g} to {self.high:.2g})"
+            return f"{self.value:.3g}x"
+        return f"{self.value:.3g}x ({self.low:.3g} to {self.high:.3g})"
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lazystate import shipped
 from lazystate.evaluation.kl import Config, cache_argument
 
+LENGTH = 64  # tokens of a passage
 BEGUN = 8  # tokens of the second copy that are given
 PATIENCE = 2  # a model that has not stopped after so many passages is stopped
 
@@ -36,7 +37,7 @@ class Passages:
 
 
 def passages(
-    tokenizer: PreTrainedTokenizerBase, count: int, length: int = 64, gap: int = 128
+    tokenizer: PreTrainedTokenizerBase, count: int, length: int = LENGTH, gap: int = 128
 ) -> Passages:
     """Cut passages of `length` tokens and text of `gap` tokens, evenly spread over a book.
 
