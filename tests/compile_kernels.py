@@ -54,7 +54,7 @@ def main(kind: str, batch: int, tokens: int, options: dict[str, Any]) -> None:
     """One step of `tokens` tokens at a batch of `batch` rows, and settling them.
 
     options: of the cache, beside those; "prologue", whose raw inputs the step takes; and "ranks"
-        [4], which make the view a sketch.
+        [4], which make the view a sketch, with "map" its map.
     """
     prologue = options.pop("prologue", None)
     compile_only()
@@ -62,7 +62,7 @@ def main(kind: str, batch: int, tokens: int, options: dict[str, Any]) -> None:
     spec = layer(kind, torch.bfloat16, heads=4, key_heads=heads, key_dim=128, value_dim=64)
     if ranks := options.pop("ranks", None):
         omega = torch.linalg.qr(torch.randn(1, 4, 128, max(ranks))).Q
-        options["view"] = Sketch(omega, torch.tensor([ranks]))
+        options["view"] = Sketch(omega, torch.tensor([ranks]), options.pop("map", "pivot"))
     cache = StateCache(spec, batch, max_tokens=tokens, backend="triton", **options)
     ticket = cache.begin(slots(*range(batch)), tokens)
     if prologue is None:

@@ -84,7 +84,7 @@ def test_low_precision_rows_are_checked(stored):
     assert read["state_bytes"] == one.view_bytes < window["state_bytes"]
 
 
-@pytest.mark.parametrize("map", ["pivot", pytest.param("offline", marks=SLOW)])
+@pytest.mark.parametrize("map", ["pivot", "exact", pytest.param("offline", marks=SLOW)])
 def test_sketch_rows_are_checked(map):
     """Windows, folds and reads of sketched states, whose bytes are those of the ranks."""
     one = case(view="sketch", rank=3, map=map)

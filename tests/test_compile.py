@@ -70,11 +70,14 @@ def test_fused_gates_compile(kind, batch, tokens, prologue, tmp_path):
     ("kind", "batch", "tokens", "options"),
     [
         ("gdn", LARGE, 1, {"checkpoint": "fp16", "window": 32}),
+        ("mamba2", LARGE, 1, {"map": "exact", "window": 32}),
         pytest.param("mamba2", LARGE, 1, {"window": 32}, marks=slow),
         pytest.param("kda", LARGE, 1, {"window": 32}, marks=slow),
         pytest.param("mamba2", SMALL, 4, {"window": 64}, marks=slow),
         pytest.param("gdn", LARGE, 4, {"window": 32}, marks=slow),
         pytest.param("kda", LARGE, 4, {"window": 16}, marks=slow),
+        pytest.param("gdn", LARGE, 4, {"map": "exact", "window": 16}, marks=slow),
+        pytest.param("kda", LARGE, 1, {"map": "exact", "window": 32}, marks=slow),
     ],
 )
 def test_sketches_compile(kind, batch, tokens, options, tmp_path):

@@ -89,6 +89,22 @@ def test_backends_agree_with_sketches_in_fp32(kind: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        ("gdn", 1),
+        ("mamba2", 3),
+        pytest.param("kda", 3, marks=slow),
+        pytest.param("gla", 1, marks=slow),
+    ],
+)
+def test_backends_agree_with_exact_maps(kind: str, tokens: int) -> None:
+    """Heads of every size that a system is solved in, and a dense one."""
+    view = view_of(kind, [2, 18, DENSE, 16], map="exact", dtype=torch.float32)
+    bound = 24 * 2.0**-24 * (1 + 24 / 0.003)
+    compare(caches(kind, tokens, view, window=4), tokens, 6, 1e-2 * bound, bound)
+
+
+@pytest.mark.parametrize(
     ("kind", "tokens", "ranks", "options", "storage"),
     [
         ("gdn", 1, [4, 1, 3, 2], {"dtype": torch.bfloat16}, {"window": 5}),
@@ -129,7 +145,9 @@ def test_settling_builds_sketches() -> None:
         _near(name, one[name][1].cpu(), part[1].cpu(), 24 * 2.0**-24 * (1 + 24 / 0.003))
 
 
-def test_the_exact_map_is_refused() -> None:
-    """It has no kernel, and says what has."""
-    with pytest.raises(ValueError, match="take map 'pivot' or 'offline', or backend='torch'"):
-        caches("gdn", 1, view_of("gdn", [2, 2, 2, 2], map="exact"))
+def test_exact_maps_of_large_ranks_are_refused() -> None:
+    """Their systems are too large for a program, and the refusal says what is not."""
+    spec = layer("gdn", torch.float32, key_dim=72, value_dim=20)
+    view = sketch_of([spec], [2, 65, 2, 2], map="exact")
+    with pytest.raises(ValueError, match="at most 64 for the backend triton, got 65: take map"):
+        StateCache(spec, 1, backend="triton", view=view, device=DEVICE)

@@ -29,6 +29,7 @@ def cases(layers: Sequence[str], batches: Sequence[int]) -> list[Case]:
         {"window": 32, "tokens": VERIFY_TOKENS, "kept": VERIFY_TOKENS},
         {"window": 16},
         {"window": 64},
+        {"window": 32, "map": "exact"},
         {"window": 32, "map": "offline"},
         {"window": 32, "rank": 16},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -28,6 +28,7 @@ from lazystate.ops.torch.rows import standing
 from lazystate.ops.traffic import Traffic, active, count_traffic
 
 BackendName = Literal["auto", "torch", "triton"]
+EXACT_RANK = 64  # largest of a least-squares map whose fold fits in a Hopper GPU's shared memory
 
 __all__ = [
     "Backend",
@@ -71,10 +72,12 @@ def backend(
     if name not in ("torch", "triton"):
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {name!r}")
     if name == "triton" and getattr(storage.view, "map", None) == "exact":
-        raise ValueError(
-            "backend triton has no kernel for the map 'exact' of a sketch: take map 'pivot' or "
-            "'offline', or backend='torch'"
-        )
+        largest = int(cast(Any, storage.view).ranks.max())
+        if largest > EXACT_RANK:
+            raise ValueError(
+                f"ranks of a sketch with map 'exact' must be at most {EXACT_RANK} for the backend "
+                f"triton, got {largest}: take map 'pivot', or backend='torch'"
+            )
     if name == "triton" and storage.checkpoint.name == "fp64":
         raise ValueError("checkpoint fp64 needs backend='torch', got the backend triton")
     if name == "triton":

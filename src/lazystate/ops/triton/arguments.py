@@ -63,7 +63,8 @@ class Stored(NamedTuple):
 class Sketched(NamedTuple):
     """The parts of sketches, see `SketchView`, or their strides of a slot, 0 for what has none.
 
-    places: int64 [HV], a dense head's number among the dense heads.
+    map: rows [HV, G, K] that give coefficients: Omega^T or the offline map, or of each slot the
+        exact map. places: int64 [HV], a dense head's number among the dense heads.
     """
 
     sketch: Any
@@ -71,7 +72,7 @@ class Sketched(NamedTuple):
     mix: Any
     keys: Any
     copy: Any
-    fixed: Any
+    map: Any
     omega: Any
     ranks: Any
     places: Any
@@ -198,8 +199,8 @@ class SketchForm(Constants):
     """A sketch, where another view has a number format.
 
     Attributes:
-        KIND: "sketch". MAP: "pivot" or "offline". G: largest rank. P: pivots. PP: P, or the next
-            power of two. RIDGE: lambda. COPY: whether there are dense heads.
+        KIND: "sketch". MAP: "pivot", "exact" or "offline". G: largest rank. P: pivots. PP: P, or
+            the next power of two. RIDGE: lambda. COPY: whether there are dense heads.
     """
 
     KIND: str
@@ -309,8 +310,12 @@ def states_of(pool: Pool) -> Copies:
 def _sketched(view: LowRank) -> tuple[Sketched, Sketched]:
     u = view.stored["sketch"]
     moving = [view.stored.get(name, u) for name in ("sketch", "keep", "mix", "keys", "copy")]
-    parts = Sketched(*moving, view.fixed, view.omega, view.ranks, view.places)
-    return parts, Sketched(*(part.stride(0) for part in moving), 0, 0, 0, 0)
+    own = view.stored.get("map")
+    parts = Sketched(
+        *moving, view.fixed if own is None else own, view.omega, view.ranks, view.places
+    )
+    step = 0 if own is None else own.stride(0)
+    return parts, Sketched(*(part.stride(0) for part in moving), step, 0, 0, 0)
 
 
 def _stored(states: States) -> tuple[Stored, Stored]:

@@ -18,6 +18,7 @@ from lazystate.ops.triton.formats import stored_at
 
 SKETCH = tl.constexpr("sketch")
 PIVOT = tl.constexpr("pivot")
+EXACT = tl.constexpr("exact")
 
 
 @triton.jit
@@ -32,14 +33,14 @@ def view_at(states, slot, storing: tl.constexpr):
 
 @triton.jit
 def _sketch_at(view, strides, slot):
-    """One slot's parts; Omega, the fixed map and the ranks are the same for all."""
+    """One slot's parts; Omega, ranks and places are the same for all, a map perhaps."""
     return Sketched(
         view.sketch + slot * strides.sketch,
         view.keep + slot * strides.keep,
         view.mix + slot * strides.mix,
         view.keys + slot * strides.keys,
         view.copy + slot * strides.copy,
-        view.fixed,
+        view.map + slot * strides.map,
         view.omega,
         view.ranks,
         view.places,
@@ -79,22 +80,22 @@ def read_sketch(view, head, channel, there, qs, ks, form: tl.constexpr, shape: t
                 view.sketch + channel[:, None] + at[None, :] * shape.V,
                 there[:, None] & inside[None, :],
             )
-            fixed = load_rows(view.fixed, at * shape.K, inside, shape)
+            rows = load_rows(view.map, at * shape.K, inside, shape)
             keep = 1.0
             mix = 0.0
             if form.MAP == PIVOT:
                 keep = load_f32(view.keep + at, inside)
                 mix = _load_mix(view, at, inside, tl.arange(0, form.PP), form)
-            q_sum += columns * _coefficients(fixed, keep, mix, q_near, qs, form)[None, :]
+            q_sum += columns * _coefficients(rows, keep, mix, q_near, qs, form)[None, :]
             if shape.ERASE:
-                k_sum += columns * _coefficients(fixed, keep, mix, k_near, ks, form)[None, :]
+                k_sum += columns * _coefficients(rows, keep, mix, k_near, ks, form)[None, :]
     return q_sum, k_sum
 
 
 @triton.jit
-def _coefficients(fixed, keep, mix, near, x, form: tl.constexpr):
+def _coefficients(rows, keep, mix, near, x, form: tl.constexpr):
     """C x [16] of one vector in pieces (Eq. 22); near: B^T x [PP]."""
-    coefficients = dot_k(fixed, x) * keep
+    coefficients = dot_k(rows, x) * keep
     if form.MAP == PIVOT:
         coefficients += tl.sum(mix * near[None, :], 1)
     return coefficients
@@ -138,8 +139,8 @@ def multiply_sketch(view, head, channel, there, x, form: tl.constexpr, shape: tl
                 view.sketch + channel[:, None] + at[None, :] * shape.V,
                 there[:, None] & inside[None, :],
             )
-            fixed = load_tile(view.fixed, at * shape.K, inside, shape)
-            coefficients = tl.dot(fixed, tl.trans(x), input_precision="tf32x3")
+            rows = load_tile(view.map, at * shape.K, inside, shape)
+            coefficients = tl.dot(rows, tl.trans(x), input_precision="tf32x3")
             if form.MAP == PIVOT:
                 coefficients *= load_f32(view.keep + at, inside)[:, None]
                 mix = _load_mix(view, at, inside, j, form)
@@ -158,25 +159,30 @@ def write_sketch(view, tile, head, channel, in_v, form: tl.constexpr, shape: tl.
         _store(view.copy + row[:, None] * shape.K + k, tile, in_v[:, None] & (k < shape.K))
     elif form.MAP == PIVOT:
         _write_pivot(view, tile, head, channel, in_v, rank, form, shape)
+    elif form.MAP == EXACT:
+        for level in tl.static_range(3):  # ranks up to 64
+            sized = (rank > (1 << level) // 2 * SIZE) & (rank <= SIZE << level)
+            if (1 << level) // 2 * SIZE < form.G and sized:
+                _write_exact(view, tile, head, channel, in_v, rank, SIZE << level, form, shape)
     else:
         for first in tl.range(0, rank, SIZE):
-            _, u = _columns(view, tile, head, first, rank, form, shape)
-            _store_columns(view, u, head, channel, in_v, first, rank, form, shape)
+            g = first + tl.arange(0, SIZE)
+            _, u = _columns(view, tile, head, g, rank, form, shape)
+            _store_columns(view, u, head, channel, in_v, g, rank, form, shape)
 
 
 @triton.jit
 def _write_pivot(view, tile, head, channel, in_v, rank, form: tl.constexpr, shape: tl.constexpr):
     """U and the factors of the pivot map (Eq. 19-22), in two passes over blocks of its columns."""
     j = tl.arange(0, SIZE)
-    energy = tl.sum(tl.sum(tile * tile, 1), 0) / shape.K
-    unit = tl.where(energy > 0, tl.sqrt(energy), 1.0)
-    _, u = _columns(view, tile, head, 0, rank, form, shape)
+    unit = _unit(tile, shape)
+    _, u = _columns(view, tile, head, j, rank, form, shape)
     ortho = _orthonormal(u, form.P, shape.V)
     keys = tl.dot(tl.trans(ortho), tile, input_precision="tf32x3") / unit
     gram = tl.where(j[:, None] == j[None, :], 1.0, 0.0)
     for first in tl.range(0, rank, SIZE):
-        omega, u = _columns(view, tile, head, first, rank, form, shape)
-        _store_columns(view, u, head, channel, in_v, first, rank, form, shape)
+        omega, u = _columns(view, tile, head, first + j, rank, form, shape)
+        _store_columns(view, u, head, channel, in_v, first + j, rank, form, shape)
         low, rest = _low(u, ortho, unit)
         diagonal = rest + form.RIDGE
         keep = rest / diagonal
@@ -184,12 +190,13 @@ def _write_pivot(view, tile, head, channel, in_v, rank, form: tl.constexpr, shap
         gram += tl.dot(tl.trans(low), low / diagonal[:, None], input_precision="tf32x3")
         known = tl.trans(low * keep[:, None])
         keys -= tl.dot(known, tl.trans(omega), input_precision="tf32x3")
-    inverse = _inverse(gram, form.P)
+    for i in tl.static_range(form.P):
+        gram = _eliminated(gram, i)
     for first in tl.range(0, rank, SIZE):
-        _, u = _columns(view, tile, head, first, rank, form, shape)
+        _, u = _columns(view, tile, head, first + j, rank, form, shape)
         low, rest = _low(u, ortho, unit)
         low = low / (rest + form.RIDGE)[:, None]
-        mix = tl.dot(low, inverse, input_precision="tf32x3")
+        mix = tl.dot(low, gram, input_precision="tf32x3")
         at = (head * form.G + first + j)[:, None] * form.P + j[None, :]
         _store(view.mix + at, mix, (first + j < rank)[:, None] & (j < form.P)[None, :])
     k = tl.arange(0, shape.KP)
@@ -198,10 +205,60 @@ def _write_pivot(view, tile, head, channel, in_v, rank, form: tl.constexpr, shap
 
 
 @triton.jit
-def _columns(view, tile, head, first, rank, form: tl.constexpr, shape: tl.constexpr):
-    """16 columns of Omega [KP, 16] from `first` on and of U [VP, 16]; zeros behind the rank."""
+def _write_exact(
+    view,
+    tile,
+    head,
+    channel,
+    in_v,
+    rank,
+    N: tl.constexpr,
+    form: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """U and the least-squares map (Eq. 18) of a head of at most N columns, 16 of them at a time.
+
+    C = (U (U^T U + lambda I)^-1)^T S, as the first factor is at most 1 / (2 sqrt(lambda)) and the
+    inverse alone 1 / lambda. A product with `pick` takes 16 columns out, or puts them in.
+    """
+    n = tl.arange(0, N)[:, None]
+    j = tl.arange(0, SIZE)
     k = tl.arange(0, shape.KP)
-    g = first + tl.arange(0, SIZE)
+    unit = _unit(tile, shape)
+    u = tl.zeros([tile.shape[0], N], tl.float32)
+    for first in tl.range(0, rank, SIZE):
+        _, block = _columns(view, tile, head, first + j, rank, form, shape)
+        _store_columns(view, block, head, channel, in_v, first + j, rank, form, shape)
+        pick = tl.where(n == first + j[None, :], 1.0, 0.0)
+        u += tl.dot(block / unit, tl.trans(pick), input_precision="tf32x3")
+    gram = tl.where(n == tl.trans(n), form.RIDGE, 0.0)
+    for first in tl.range(0, rank, SIZE):
+        pick = tl.where(n == first + j[None, :], 1.0, 0.0)
+        block = tl.dot(u, pick, input_precision="tf32x3")
+        block = tl.dot(tl.trans(u), block, input_precision="tf32x3")
+        gram += tl.dot(block, tl.trans(pick), input_precision="tf32x3")
+    for i in tl.range(0, rank):
+        gram = _eliminated(gram, i)
+    for first in tl.range(0, rank, SIZE):
+        pick = tl.where(n == first + j[None, :], 1.0, 0.0)
+        block = tl.dot(gram, pick, input_precision="tf32x3")
+        block = tl.dot(u, block, input_precision="tf32x3")
+        rows = tl.dot(tl.trans(block), tile, input_precision="tf32x3") / unit
+        at = (head * form.G + first + j)[:, None] * shape.K + k[None, :]
+        _store(view.map + at, rows, (first + j < rank)[:, None] & (k < shape.K)[None, :])
+
+
+@triton.jit
+def _unit(tile, shape: tl.constexpr):
+    """sqrt(mu), mu = |S|_F^2 / K; 1 for a zero state."""
+    energy = tl.sum(tl.sum(tile * tile, 1), 0) / shape.K
+    return tl.where(energy > 0, tl.sqrt(energy), 1.0)
+
+
+@triton.jit
+def _columns(view, tile, head, g, rank, form: tl.constexpr, shape: tl.constexpr):
+    """Columns g [n] of Omega [KP, n] and of U [VP, n]; zeros behind the rank."""
+    k = tl.arange(0, shape.KP)
     at = (head * shape.K + k)[:, None] * form.G + g[None, :]
     omega = load_f32(view.omega + at, (k < shape.K)[:, None] & (g < rank)[None, :])
     return omega, tl.dot(tile, omega, input_precision="tf32x3")
@@ -235,27 +292,25 @@ def _orthonormal(u, P: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _inverse(gram, P: tl.constexpr):
-    """Inverse of I + A, A positive semidefinite and zero from row P on: no pivot is below 1."""
-    row = tl.arange(0, SIZE)[:, None]
-    column = tl.arange(0, SIZE)[None, :]
-    for i in tl.static_range(P):
-        across = tl.sum(tl.where(row == i, gram, 0.0), 0)[None, :]
-        down = tl.sum(tl.where(column == i, gram, 0.0), 1)[:, None]
-        pivot = tl.sum(tl.sum(tl.where((row == i) & (column == i), gram, 0.0), 1), 0)
-        rest = gram - down * across / pivot
-        rest = tl.where(row == i, across / pivot, rest)
-        rest = tl.where(column == i, -down / pivot, rest)
-        gram = tl.where((row == i) & (column == i), 1.0 / pivot, rest)
-    return gram
+def _eliminated(gram, i):
+    """Step i of inverting gram [n, n], positive definite, in place: no choice of pivots is needed.
+
+    A row that is zero but for its diagonal needs no step where only the others are used.
+    """
+    n = tl.arange(0, gram.shape[0])
+    row, column = n[:, None], n[None, :]
+    across = tl.sum(tl.where(row == i, gram, 0.0), 0)[None, :]
+    down = tl.sum(tl.where(column == i, gram, 0.0), 1)[:, None]
+    pivot = tl.sum(tl.sum(tl.where((row == i) & (column == i), gram, 0.0), 1), 0)
+    rest = gram - down * across / pivot
+    rest = tl.where(row == i, across / pivot, rest)
+    rest = tl.where(column == i, -down / pivot, rest)
+    return tl.where((row == i) & (column == i), 1.0 / pivot, rest)
 
 
 @triton.jit
-def _store_columns(
-    view, u, head, channel, in_v, first, rank, form: tl.constexpr, shape: tl.constexpr
-):
-    """Columns [VP, 16] of U from `first` on."""
-    g = first + tl.arange(0, SIZE)
+def _store_columns(view, u, head, channel, in_v, g, rank, form: tl.constexpr, shape: tl.constexpr):
+    """Columns g [n] of U [VP, n]."""
     at = channel[:, None] + (head * form.G + g)[None, :] * shape.V
     _store(view.sketch + at, u, in_v[:, None] & (g < rank)[None, :])
 
