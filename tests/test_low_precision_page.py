@@ -14,9 +14,11 @@ PAGE = (ROOT / "docs" / "low_precision.md").read_text("utf8")
 
 
 def test_its_code_runs() -> None:
-    """The example is right as printed."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(code, "low_precision.md", "exec"), {"__name__": "page"})
+    """The examples are right as printed."""
+    examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) == 2
+    for code in examples:
+        exec(compile(code, "low_precision.md", "exec"), {"__name__": "page"})
 
 
 def test_its_formats_are_those_of_the_code() -> None:

@@ -10,7 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lazystate
-from lazystate.engines.transformers import count_plain_state_bytes, patch, patched, unpatch
+from lazystate.engines.transformers import (
+    count_plain_state_bytes,
+    layer_spec,
+    patch,
+    patched,
+    unpatch,
+)
 from lazystate.engines.transformers.adapters import ADAPTERS
 from lazystate.engines.transformers.patching import patched_mixers
 from tiny_models import CONFIGS, FAMILIES, SHARED, call, copied, prompt, stock
@@ -161,3 +167,18 @@ def test_a_patched_model_can_be_pickled(tmp_path: Path) -> None:
     assert torch.equal(call(loaded, prompt(1), loaded_cache)[0], call(model, prompt(1), cache)[0])
     assert not patched_mixers(unpatch(loaded))
     assert torch.equal(call(loaded, prompt())[0], right)
+
+
+@pytest.mark.parametrize("mixer", FAMILIES)
+def test_patch_takes_a_recommendation(mixer: str) -> None:
+    """What `recommend` says of a model's layers are arguments of patch, and they are used."""
+    model = copied(mixer)
+    found = lazystate.recommend(layer_spec(model), error="loose", window=8)
+    patch(model, **found.options)
+    (first, *_) = patched_mixers(model)
+    kept = first.patch.storage
+    assert first.patch.window == 8
+    assert all(kept[name] == getattr(found, name) for name in ("checkpoint", "view", "rounding"))
+    with torch.no_grad():
+        logits, _ = call(model, prompt())
+    assert bool(logits.isfinite().all())
