@@ -25,6 +25,13 @@ from tables import Record, Row, newest
 
 FOLDER = ROOT / "docs" / "plots"
 COLOURS = {"M1": "#7fb3d5", "M2": "#1f618d", "G1": "#f0b27a", "G2": "#ca6f1e", "K1": "#2e8b57"}
+PURPOSES = {
+    "GEMM": "#7f8c8d",
+    "linear attention": "#1f618d",
+    "attention": "#ca6f1e",
+    "rest": "#bfc9ca",
+    "no kernel": "#f2f3f4",
+}
 STYLE: Any = {
     "svg.hashsalt": "lazystate",  # the same numbers give the same file
     "svg.fonttype": "none",
@@ -121,15 +128,54 @@ def verify() -> Figure | None:
     return _titled(figure, record)
 
 
+def serving() -> Figure | None:
+    """What a decode step of a whole model is spent on, each method at its largest batch."""
+    record, steps = newest("serving_breakdown", None), newest("serving_step", None)
+    if record is None or steps is None:
+        return None
+    walls = {_served(row): row["us"] for row in steps["rows"]}
+    models = list(dict.fromkeys((row["model"], row["vllm"]) for row in record["rows"]))
+    figure, axes = plt.subplots(1, len(models), figsize=(4.5 * len(models), 3.4), squeeze=False)
+    for (model, version), axis in zip(models, axes[0], strict=True):
+        largest: dict[str, Row] = {}
+        for row in record["rows"]:
+            if (row["model"], row["vllm"], row["tokens"]) == (model, version, 1):
+                known = largest.setdefault(row["method"], row)
+                largest[row["method"]] = max(known, row, key=lambda each: each["batch"])
+        names = [f"{name}\nB = {row['batch']}" for name, row in largest.items()]
+        below = [0.0] * len(names)
+        for group, colour in PURPOSES.items():
+            taken = [_taken(row, group, walls) / 1e3 for row in largest.values()]
+            axis.bar(names, taken, 0.6, below, color=colour, label=group)
+            below = [low + more for low, more in zip(below, taken, strict=True)]
+        axis.set_title(f"{model}, vLLM {version}, ms a step", fontsize=9)
+        axis.tick_params(axis="x", labelsize=7)
+    axes[0][0].legend(fontsize=7)
+    return _titled(figure, record)
+
+
+def _served(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "vllm", "method", "tokens", "batch"))
+
+
+def _taken(row: Row, group: str, walls: dict[tuple[Any, ...], float]) -> float:
+    """Microseconds of a step that kernels of a group take, or in which none runs."""
+    if group in row["groups"]:
+        return row["groups"][group]
+    return max(walls.get(_served(row), 0.0) - row["gpu_us"], 0.0)
+
+
 PLOTS: dict[str, Callable[[], Figure | None]] = {
     "speedup": speedup,
     "window": window,
     "verify": verify,
+    "serving": serving,
 }
 NUMBERS = {
     "speedup": (("decode", "lazystate"), ("decode", "vllm")),
     "window": (("window", "lazystate"),),
     "verify": (("verify", "lazystate"),),
+    "serving": (("serving_breakdown", None), ("serving_step", None)),
 }
 
 

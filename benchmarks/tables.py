@@ -20,15 +20,18 @@ Record = dict[str, Any]
 NOTHING = "Not measured yet.\n"
 
 
-def newest(bench: str, impl: str = "lazystate", folder: Path = RESULTS) -> Record | None:
-    """The newest file's record with its rows of one kind, of prepared inputs, or None."""
+def newest(bench: str, impl: str | None = "lazystate", folder: Path = RESULTS) -> Record | None:
+    """The newest file's record with its rows of one kind, of prepared inputs, or None.
+
+    impl: whose; None for everybody's.
+    """
     for path in sorted(folder.glob("*/*.json"), key=lambda p: p.name, reverse=True):
         record = json.loads(path.read_text("utf8"))
         rows = [
             row
             for row in record.get("rows", ())
             if row["bench"] == bench
-            and row.get("impl", impl) == impl
+            and (impl is None or row.get("impl", impl) == impl)
             and row.get("gates", "prepared") == "prepared"
         ]
         if rows:

@@ -13,6 +13,7 @@ from test_house import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plots
 import readme
+import serving_page
 import tables
 from kernels.cases import LAYERS, VERIFY, WINDOWS, Case, Ceilings, row
 
@@ -45,6 +46,13 @@ def made_up() -> list[dict]:
         counted = dict.fromkeys(("read", "written", "planned_read", "planned_written"), 2_000_000)
         rows.append({"bench": "ncu", "layer": name, "batch": 256, "step": "fold", "ratio": 1.0})
         rows[-1] |= counted
+    for method, us in (("stock", 300.0), ("exact", 200.0)):
+        kind = {"model": "Qwen3.5-4B", "vllm": "0.33.0", "method": method, "tokens": 1, "fits": 9.0}
+        kind |= {"impl": "stock" if method == "stock" else "lazystate", "batch": 8}
+        speed = {"us": us, "tokens_per_s": 1 / us, "conventional_tokens_per_s": 1 / 300.0}
+        rows.append({"bench": "serving_step"} | kind | speed)
+        spent = {"gpu_us": 100.0, "groups": {"GEMM": 60.0, "attention": 40.0}}
+        rows.append({"bench": "serving_breakdown"} | kind | spent)
     trend = {"worst": 1e-7, "mean": 1e-7, "growth": 0.01, "t": 0.3}
     kind = {"layer": "GDN", "activation": "bfloat16", "checkpoint": "float32", "fold": "raw"}
     return [*rows, {"bench": "drift", **kind, **trend}]
@@ -73,6 +81,7 @@ def test_every_table_is_made_from_the_newest_numbers(results):
     assert tables.traffic().count("| 2 | 2 | 2 | 2 | 1.000 |") == len(LAYERS)
     assert "| GDN | bfloat16 | raw | 1.0e-07 | +1.0% | - | - | - | - | +0.3 |" in tables.drift()
     assert readme.speed().count("\n") > len(LAYERS)
+    assert "| 0.33.0 | 1 | exact | 0.20 (1.50x) | 9 |" in serving_page.speed()
 
 
 def test_nothing_measured_is_said(results):
@@ -80,6 +89,7 @@ def test_nothing_measured_is_said(results):
     for path in results.glob("h200/*"):
         path.unlink()
     assert {table() for table in tables.TABLES.values()} == {tables.NOTHING}
+    assert serving_page.speed() == tables.NOTHING
     assert all(draw() is None for draw in plots.PLOTS.values())
 
 

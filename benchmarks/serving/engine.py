@@ -78,6 +78,37 @@ class Engine:
         """Blocks of the cache that no request holds."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
+    def fits(self) -> float:
+        """How many requests of the greatest length the cache holds."""
+        from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config as most
+
+        return most(self._engine.vllm_config, self.scheduler.kv_cache_config)
+
+    def add(self, name: str, prompt: list[int], count: int) -> None:
+        """Add a request that `step` tells of by its new tokens. name: without a "-"."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        how = SamplingParams(
+            temperature=0.0,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, how)
+
+    def step(self) -> list[tuple[str, int]]:
+        """One step of the engine: requests that `add` added, and how many tokens they got."""
+        return [
+            (output.request_id.split("-")[0], len(output.outputs[0].token_ids))
+            for output in self._engine.step()
+        ]
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests that `add` added."""
+        self._engine.abort_request(list(names))
+
     def serve(self, requests: Sequence[Request], *, logprobs: bool = False) -> dict[str, Any]:
         """Run requests to their ends, greedily.
 

@@ -1,0 +1,131 @@
+"""Methods whose whole-model speed is compared, and what their engines are loaded with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lazystate.engines.vllm.options import Options
+from lazystate.engines.vllm.support import Setup, refusals
+
+BATCHES = (512, 256, 128, 32, 8, 1)
+CYCLE = 16  # steps between two folds of a state at the default window: what is timed at once
+BUDGET = 8192  # tokens of a step
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of decoding.
+
+    Attributes:
+        name: of rows. options: of lazystate, None for vLLM's own layers.
+        settings: further arguments of vLLM's `LLM`. versions: that have them.
+    """
+
+    name: str
+    options: dict[str, Any] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: tuple[str, ...] = ("0.26", "0.33")
+
+    @property
+    def impl(self) -> Literal["stock", "lazystate"]:
+        """Whose layers."""
+        return "stock" if self.options is None else "lazystate"
+
+    def refused(self, version: str, architectures: tuple[str, ...], drafts: int) -> list[str]:
+        """Why it cannot be timed on a minor version; none if it can."""
+        if version not in self.versions:
+            return [f"vLLM {version} has no {', '.join(self.settings)}"]
+        if self.options is None:
+            return []
+        return refusals(Setup(version, architectures, draft_tokens=drafts), Options(**self.options))
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("stock"),
+        Method("vllm-replay", settings={"use_replayssm": True}, versions=("0.33",)),
+        Method("exact", options={}),
+        Method("fp16", options={"checkpoint": "fp16"}),
+        Method("view-fp8", options={"view": "fp8"}),
+        Method("view-nvfp4", options={"view": "nvfp4"}),
+        Method("fp16-view-nvfp4", options={"checkpoint": "fp16", "view": "nvfp4"}),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every engine of a comparison gets.
+
+    The requests of the largest batch are prefilled once; smaller batches are what is left of them.
+    A prompt is shorter than the context by what requests grow until the largest batch is timed.
+
+    Attributes:
+        batches: requests decoding, falling. context: tokens that a request holds, about.
+        cycles: timed at each batch. settle: steps before.
+        drafts: of n-gram lookup, a step. accepted: mean tokens a step that synthetic acceptance
+            keeps, the first included.
+    """
+
+    batches: tuple[int, ...] = BATCHES
+    context: int = 2048
+    cycles: int = 6
+    settle: int = 8
+    drafts: int = 0
+    accepted: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        """T, of a request's step."""
+        return 1 + self.drafts
+
+    @property
+    def prefilling(self) -> int:
+        """Steps until the largest batch is prefilled, where prompts take all of a step's tokens."""
+        return math.ceil(self.batches[0] * self.context / BUDGET)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a prompt."""
+        steps = self.prefilling / 2 + self.settle + self.cycles * CYCLE / 2
+        return max(self.context - round(steps * self.accepted), 16)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request, if everything were accepted; a multiple of 256."""
+        each = self.settle + (self.cycles + 1) * CYCLE
+        steps = 2 * self.prefilling + len(self.batches) * each
+        return -(-(self.prompt + steps * self.tokens) // 256) * 256
+
+    def settings(self, method: Method, cache_bytes: int) -> dict[str, Any]:
+        """Arguments of vLLM's `LLM`: graphs for the batches that are timed and no others."""
+        given: dict[str, Any] = {
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "mamba_ssm_cache_dtype": "float32",
+            "max_model_len": self.longest,
+            "max_num_seqs": self.batches[0],
+            "max_num_batched_tokens": BUDGET,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": cache_bytes,
+            "compilation_config": {
+                "cudagraph_capture_sizes": sorted(batch * self.tokens for batch in self.batches)
+            },
+        }
+        if self.drafts:
+            given["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": self.drafts,
+                "prompt_lookup_max": 4,
+                "prompt_lookup_min": 1,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": self.accepted,
+            }
+        return given | method.settings
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is written beside the numbers."""
+        return asdict(self)
