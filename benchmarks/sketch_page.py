@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from low_precision import head, line
+from low_precision_tables import head, line
 from page import ROOT, write
 from sketch_rows import ABSENT, MODELS, Evidence, Row, kept, span, verdict
 
