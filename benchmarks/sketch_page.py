@@ -19,7 +19,7 @@ from typing import Any
 
 from low_precision_tables import head, line
 from page import ROOT, write
-from sketch_rows import ABSENT, MODELS, Evidence, Row, kept, span, verdict
+from sketch_rows import ABSENT, MODELS, Evidence, Row, cell, kept, span, verdict
 
 PAGE = ROOT / "docs" / "sketch.md"
 PLOTS = ROOT / "docs" / "plots"
@@ -236,7 +236,7 @@ def length_table(found: Evidence) -> str:
     at = sorted({point["n"] for row in rows for point in row["points"]})
     out = head("model", "configuration", *(f"N = {n:,}" for n in at))
     for row in rows:
-        by = {point["n"]: f"{point['kl'] or math.nan:.1e}" for point in row["points"]}
+        by = {point["n"]: cell({**point, "standard_error": None}) for point in row["points"]}
         out += line(row["model"], row["config"], *(by.get(n, "") for n in at))
     return out
 
@@ -255,22 +255,27 @@ def tasks_table(found: Evidence) -> str:
     rows = found.having("recall")
     if not rows:
         return NOT_YET
-    tasks, most = list(rows[0]["recall"]), _most_tokens()
-    out = head("model", "configuration", *tasks, "all four", "copied", "tokens until the stop",
-               "not stopped")  # fmt: skip
+    whole = {row["model"]: _recalled(row) for row in rows if row["config"] == "fp32"}
+    names = [*rows[0]["recall"], "all four", "of fp32's", "copied"]
+    out = head("model", "configuration", *names, "tokens until the stop", "not stopped")
+    most = _most_tokens()
     for row in rows:
-        recalled = row["recall"].values()
-        shares = (*recalled, statistics.mean(recalled), row["copied"])
-        cells, tokens = (f"{share:.2f}" for share in shares), row["tokens"]
+        model, tokens, mean = row["model"], row["tokens"], _recalled(row)
+        of_exact = mean / whole[model] if whole.get(model) else math.nan
+        shares = (*row["recall"].values(), mean, of_exact, row["copied"])
         late = sum(n >= most for n in tokens) / len(tokens)
-        mean = f"{statistics.mean(tokens):.1f}"
-        out += line(row["model"], row["config"], *cells, mean, f"{late:.2f}")
+        cells = (f"{share:.2f}" for share in shares)
+        out += line(model, row["config"], *cells, f"{statistics.mean(tokens):.1f}", f"{late:.2f}")
     about = found.record
     return out + (
         f"\nShares of {about['examples']} examples, so that each has a standard error of up to "
         f"{0.5 / math.sqrt(about['examples']):.2f} (but all configurations get the same ones); "
         f"contexts of {about['context']} tokens; the run of the tables above.\n"
     )
+
+
+def _recalled(row: Row) -> float:
+    return statistics.mean(row["recall"].values())
 
 
 def _most_tokens() -> int:

@@ -107,7 +107,7 @@ def test_every_table_has_all_that_is_measured() -> None:
     for name, text in tables.items():
         assert text.count("\n") >= 3 and sketch_rows.ABSENT not in text, name
     assert "Not measured yet: kda, mamba2." in tables["ranks"]
-    assert "| 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 0.25 | 85.5 | 0.50 |" in tables["tasks"]
+    assert "| 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 1.00 | 0.25 | 85.5 | 0.50 |" in tables["tasks"]
     assert "| gdn | sketch 2 | 0.50 | - | 0.25 | -0.50 |" in tables["prediction"]
 
 
