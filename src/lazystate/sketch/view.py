@@ -130,6 +130,7 @@ class SketchView:
         ridge: float = maps.RIDGE,
         metric: Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        columns: int = 0,
     ) -> SketchView:
         """Room for the sketches of `slots` states, on omega's device.
 
@@ -140,6 +141,8 @@ class SketchView:
             ranks: int [HV], 1 to G, or `DENSE`. value_dim: V.
             map: "pivot", "exact" (ridge 0: minimum norm), or "offline", which needs metric.
             metric: E0 [HV, K, K]. dtype: of all that is stored.
+            columns: room for this rank, where views of several layers must be alike; 0 for the
+                largest of `ranks`.
 
         Raises:
             ValueError: for an unknown map, ranks that do not fit omega, or a missing metric.
@@ -150,7 +153,7 @@ class SketchView:
             raise ValueError(f"ranks must be [{len(omega)}], one a head, got {list(ranks.shape)}")
         ranks = ranks.to(omega.device, torch.int64)
         omega = maps.padded(omega, ranks)
-        omega = omega[..., : max(int(ranks.max()), 1)].contiguous()
+        omega = omega[..., : columns or max(int(ranks.max()), 1)].contiguous()
         heads, key_dim, largest = omega.shape
         fixed = omega.mT
         if map == "offline":

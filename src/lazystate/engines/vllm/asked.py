@@ -49,4 +49,5 @@ def page_asked(
     version = version_of(setup.version)
     assert version is not None
     (kind,) = {each.kind for name in setup.architectures if (each := version.architecture(name))}
-    return page_of(kind, shapes, dtypes, vllm_config.model_config.dtype, options)
+    devices = vllm_config.parallel_config.tensor_parallel_size
+    return page_of(kind, shapes, dtypes, vllm_config.model_config.dtype, options, devices)

@@ -51,10 +51,8 @@ class ReplayBuilder(GDNAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         self._layers: list[Paged] = [context[name] for name in layer_names]
-        page = self._layers[0].page
-        assert page is not None
         most = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
-        self._group = Group(page.window, most, device)
+        self._group = Group.of(self._layers, most, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
@@ -94,7 +92,7 @@ class ReplayBuilder(GDNAttentionMetadataBuilder):
         self._group.prefill(blocks, begun)
         for layer in self._layers:
             for state in layer.kv_cache[:2]:
-                state[begun] = 0
+                state[begun] = 0  # the step that reads it stores its view
 
 
 class ReplayBackend(GDNAttentionBackend):

@@ -45,15 +45,14 @@ class ReplayBuilder(Mamba2AttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
-        self._layer: ReplayMixer2 = context[layer_names[0]]
-        assert self._layer.page is not None
+        self._layers: list[Paged] = [context[name] for name in layer_names]
         most = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
-        self._group = Group(self._layer.page.window, most, device)
+        self._group = Group.of(self._layers, most, device)
 
     def build(self, *args: Any, **kwargs: Any) -> ReplayMetadata:
         """As vLLM's, with `ReplayMetadata`."""
         stock = super().build(*args, **kwargs)
-        blocks = self._layer.kv_cache[1].shape[0]
+        blocks = self._layers[0].kv_cache[1].shape[0]
         decoding = settling = None
         if stock.num_decodes > 0:
             decoding = self._group.decode(blocks, stock.state_indices_tensor_d[:, 0])

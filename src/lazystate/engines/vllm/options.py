@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lazystate import checks
-from lazystate.formats import Rounding
+from lazystate.engines.vllm.sketches import sketches_of
+from lazystate.formats import VIEWS, Rounding, named
 from lazystate.ops import Fold, Storage
 from lazystate.spec import LayerSpec
 
 KEY = "lazystate"  # in vLLM's additional_config
 CHECKPOINTS = ("fp32", "fp16", "bf16")
+SKETCH = "sketch"
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,22 @@ class Options:
         window: L, tokens between two folds of a state.
         checkpoint: format of the states after a fold, "fp32", "fp16" or "bf16"; None for what
             vLLM's own `--mamba-ssm-cache-dtype` says.
-        view: format of a smaller copy that most steps read; None for no copy.
-        rounding, seed: into a checkpoint narrower than FP32.
+        view: format of a smaller copy that most steps read, or "sketch"; None for no copy.
+        calibration: of a sketch: the file, or a shipped model's name. mean_rank: of its heads.
+        rounding, seed: into a checkpoint narrower than FP32. What is drawn depends on seed, layer,
+            head, block of the cache, and how often the block was written.
         fold: "raw" or "cached".
 
     Raises:
-        ValueError: for a window out of range, or a checkpoint that vLLM does not write.
+        ValueError: for a value out of range, a checkpoint that vLLM does not write, a sketch
+            without a calibration or the other way round.
     """
 
     window: int = 16
     checkpoint: str | None = None
     view: str | None = None
+    calibration: str | None = None
+    mean_rank: float = 8
     rounding: Rounding = "stochastic"
     seed: int = 0
     fold: Fold = "raw"
@@ -46,6 +53,14 @@ class Options:
             raise ValueError(
                 f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}: "
                 "vLLM writes it in prefill"
+            )
+        if self.view not in (None, SKETCH):
+            named("view", self.view, (*VIEWS, SKETCH))
+        if (self.view == SKETCH) != (self.calibration is not None):
+            raise ValueError(
+                f'view "sketch" and calibration go together, got view {self.view!r} and '
+                f"calibration {self.calibration!r}: give both (the file is of "
+                "`lazystate calibrate`), or neither"
             )
 
     @classmethod
@@ -71,14 +86,19 @@ class Options:
             )
         return cls(**given)
 
-    def storage(self, spec: LayerSpec, state_dtype: object) -> Storage:
+    def storage(self, spec: LayerSpec, state_dtype: object, devices: int = 1) -> Storage:
         """How states of a layer are stored.
 
         Args:
             state_dtype: of vLLM's state, which prefill writes.
+            devices: over which a layer's heads are divided; spec is of one device's.
 
         Raises:
-            ValueError: for an option that `StateCache` would not take.
+            ValueError: for an option that `StateCache` would not take, or a calibration of another
+                model. FileNotFoundError: for a calibration that is not there.
         """
         form = state_dtype if self.checkpoint is None else self.checkpoint
-        return checks.storage((spec,), form, self.view, self.fold, self.rounding, self.seed)
+        view: object = self.view
+        if self.calibration is not None:
+            view = sketches_of(self.calibration, self.mean_rank, devices)
+        return checks.storage((spec,), form, view, self.fold, self.rounding, self.seed)

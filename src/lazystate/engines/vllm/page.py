@@ -1,8 +1,8 @@
-"""What one page of one layer holds: vLLM's own states, and behind them the records of a ring."""
+"""What one page of one layer holds: vLLM's own states, and behind them view and ring."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from lazystate.engines.vllm.options import Options
+from lazystate.engines.vllm.sketches import Sketches
 from lazystate.engines.vllm.support import Kind
+from lazystate.formats import Format
 from lazystate.ops import Storage
-from lazystate.ops.pool import FullView, Pool, Ring, record_parts
+from lazystate.ops.pool import CastView, FullView, Pool, Ring, View, record_parts
 from lazystate.ops.states import States
 from lazystate.spec import LayerSpec
 
@@ -64,12 +66,15 @@ class Page:
         """R, positions of a ring."""
         return self.window + 1
 
-    def pool(self, tensors: Sequence[Tensor], layer: int) -> Pool:
+    def pool(self, tensors: Sequence[Tensor], layer: int, device: int = 0) -> Pool:
         """The pages of one layer as a pool: a slot is a block, and slots are a page apart.
 
         Args:
             tensors: of all parts, each [blocks, ...] and dense behind the block.
-            layer: its number, for stochastic rounding.
+            layer: its number in the model. device: which of those that share the layer's heads.
+
+        Raises:
+            ValueError: for a layer that the calibration of a sketch lacks.
         """
         by_name = {part.name: x for part, x in zip(self.parts, tensors, strict=True)}
         storage = self.storage
@@ -77,11 +82,24 @@ class Page:
         form = storage.checkpoint
         parts = {"elements": by_name["state"]}
         states = States(form, self.spec.state_shape, parts, key if form.narrow else None)
-        view = FullView(states, self.spec.compute)
+        exact = FullView(states, self.spec.compute)
+        view = self._view(by_name, layer, device) or exact
         raw = not self.spec.erase or storage.fold == "raw"
         records = {name: by_name[name] for name in record_parts(self.spec, raw)}
         ring = Ring(**records)  # type: ignore[arg-type]
-        return Pool(self.spec, self.window, storage.fold, states, ring, view, view, None)
+        return Pool(self.spec, self.window, storage.fold, states, ring, exact, view, None)
+
+    def _view(self, by_name: dict[str, Tensor], layer: int, device: int) -> View | None:
+        form = self.storage.view
+        if isinstance(form, Format):
+            parts = {
+                name: by_name[_viewed(name)] for name in form.shapes(*self.spec.state_shape[1:])
+            }
+            return CastView(States(form, self.spec.state_shape, parts), self.spec.compute)
+        if isinstance(form, Sketches):
+            parts = {name: by_name[_viewed(name)] for name in form.parts(self.spec)}
+            return form.view(layer, device, self.spec, parts)
+        return None
 
 
 def page_of(
@@ -90,6 +108,7 @@ def page_of(
     dtypes: Sequence[torch.dtype],
     activation: torch.dtype,
     options: Options,
+    devices: int = 1,
 ) -> Page:
     """The page of a layer.
 
@@ -99,7 +118,10 @@ def page_of(
     Args:
         kind: of the layer.
         shapes, dtypes: of the convolution's state [width - 1, C] and of the state [HV, V, K].
-        activation: dtype of the model.
+        activation: dtype of the model. devices: over which a layer's heads are divided.
+
+    Raises:
+        ValueError: for options that do not fit the layer.
     """
     (_, channels), (heads, value_dim, key_dim) = shapes
     spec = LayerSpec(
@@ -111,19 +133,33 @@ def page_of(
         erase=kind != "mamba2",
         activation=activation,
     )
-    storage = options.storage(spec, dtypes[1])
+    storage = options.storage(spec, dtypes[1], devices)
     records = options.window + 1
     raw = not spec.erase or storage.fold == "raw"
     _, checkpoint = storage.checkpoint.shapes(value_dim, key_dim)["elements"]
     parts = [
         Part("conv", tuple(shapes[0]), dtypes[0]),
         Part("state", tuple(shapes[1]), checkpoint),
+        *_view_parts(storage, spec),
         *(
             Part(name, (records, *shape), dtype)
             for name, (dtype, shape) in record_parts(spec, raw).items()
         ),
     ]
     return Page(spec, options.window, storage, _aligned(*parts))
+
+
+def _view_parts(storage: Storage, spec: LayerSpec) -> Iterator[Part]:
+    if isinstance(storage.view, Format):
+        for name, (shape, dtype) in storage.view.shapes(spec.value_dim, spec.key_dim).items():
+            yield Part(_viewed(name), (spec.heads, *shape), dtype)
+    elif isinstance(storage.view, Sketches):
+        for name, (dtype, count) in storage.view.parts(spec).items():
+            yield Part(_viewed(name), (count,), dtype)
+
+
+def _viewed(name: str) -> str:
+    return f"view.{name}"
 
 
 def _aligned(*parts: Part) -> tuple[Part, ...]:

@@ -54,7 +54,17 @@ class Paged:
         state = self.kv_cache[1]
         known = None if self._pool is None else self._pool.checkpoint
         if known is None or (known.data_ptr(), known.shape) != (state.data_ptr(), state.shape):
-            number = re.search(r"\d+", self.prefix)
-            self._pool = self.page.pool(self.kv_cache, int(number.group()) if number else 0)
+            self._pool = self.page.pool(self.kv_cache, self._number(), _device())
         assert self._pool is not None
         return self._pool
+
+    def _number(self) -> int:
+        found = re.search(r"\d+", self.prefix)
+        return int(found.group()) if found else 0
+
+
+def _device() -> int:
+    """Which of the devices that share a layer's heads this is."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()

@@ -139,8 +139,8 @@ _FEATURES = (
     Feature(SPECULATIVE, "the adapters do not handle drafts yet: leave out --speculative-config"),
     Feature(PREFIX, "the adapters do not copy rings yet: --no-enable-prefix-caching"),
     Feature(CONNECTOR, "the adapters do not hand rings over yet: leave out --kv-transfer-config"),
-    Feature(VIEWS, "the adapters do not rebuild views after prefill yet: leave out view"),
-    Feature(SKETCH, "the options take no calibration yet: leave it out"),
+    Feature(VIEWS),
+    Feature(SKETCH),
 )
 
 VERSIONS = (
@@ -171,7 +171,8 @@ def refusals(setup: Setup, options: Options) -> list[str]:
         SPECULATIVE: setup.draft_tokens > 0,
         PREFIX: setup.prefix_caching,
         CONNECTOR: setup.kv_connector,
-        VIEWS: options.view is not None,
+        VIEWS: options.view not in (None, "sketch"),
+        SKETCH: options.view == "sketch",
     }
     for name, wanted in asked.items():
         if wanted and (missing := version.missing(name)):

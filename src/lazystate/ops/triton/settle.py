@@ -36,7 +36,8 @@ def settle_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(meta + row * 8)
-    if (slot >= 0) & (tl.load(meta + row * 8 + 4) != 0):
+    held = tl.load(meta + row * 8 + 1).to(tl.int32)
+    if (slot >= 0) & (tl.load(meta + row * 8 + 4) != 0) & (held > 0):
         key_head = head // shape.GROUP
         checkpoint = stored_at(states.checkpoint, states.checkpoint_slot, slot)
         view = view_at(states, slot, storing)
@@ -52,7 +53,7 @@ def settle_kernel(
             key_head,
             tl.load(meta + row * 8 + 5) == 0,
             tl.load(meta + row * 8 + 6).to(tl.int32),
-            tl.load(meta + row * 8 + 1).to(tl.int32),
+            held,
             slot,
             tl.load(meta + row * 8 + 7),
             seed,
@@ -67,7 +68,7 @@ def settle_kernel(
 
 
 def settle(pool: Pool, rows: Rows) -> None:
-    """Fold the committed records of every row that is due; nothing is read out or appended."""
+    """Fold the committed records of every row that is due and has any; nothing is read out."""
     spec = pool.spec
     block_v = min(16, triton.next_power_of_2(spec.value_dim))
     launch = Launch(block_v, triton.cdiv(spec.value_dim, block_v), 1, 1)
