@@ -9,6 +9,7 @@ import torch
 
 from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import Page, page_of
+from lazystate.engines.vllm.sketches import Sketches
 from lazystate.engines.vllm.support import Setup, refusals, version_of
 
 
@@ -51,3 +52,26 @@ def page_asked(
     (kind,) = {each.kind for name in setup.architectures if (each := version.architecture(name))}
     devices = vllm_config.parallel_config.tensor_parallel_size
     return page_of(kind, shapes, dtypes, vllm_config.model_config.dtype, options, devices)
+
+
+def layer_page(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], number: int
+) -> Page | None:
+    """`page_asked` for the layer of that number, while vLLM constructs it.
+
+    Raises:
+        ValueError: as `page_asked`, or for a layer that the calibration of a sketch lacks.
+    """
+    from vllm.config import get_current_vllm_config
+
+    page = page_asked(get_current_vllm_config(), shapes, dtypes)
+    if page is not None and isinstance(page.storage.view, Sketches):
+        page.storage.view.row(number)
+    return page
+
+
+def device_of() -> int:
+    """Which of the devices that share a layer's heads this process has."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()

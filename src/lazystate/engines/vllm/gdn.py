@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
@@ -17,7 +16,6 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadataBuilder,
 )
 
-from lazystate.engines.vllm.asked import page_asked
 from lazystate.engines.vllm.group import Group
 from lazystate.engines.vllm.paged import Paged
 from lazystate.gates import Prologue
@@ -114,8 +112,7 @@ class ReplayDeltaNet(Paged, QwenGatedDeltaNetAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        stock = super().get_state_shape(), super().get_state_dtype()
-        self.page = page_asked(get_current_vllm_config(), *stock)
+        self.ask_for_page()
 
     def _warmup_prefill_kernels(self, *args: Any, **kwargs: Any) -> None:
         with self.unpaged():

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 
-from lazystate.engines.vllm.asked import page_asked
 from lazystate.engines.vllm.gdn import ReplayBackend, ReplayMetadata
 from lazystate.engines.vllm.paged import Paged
 from lazystate.gates import Prologue
@@ -30,8 +28,7 @@ class ReplayKimiDelta(Paged, KimiGatedDeltaNetAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        stock = super().get_state_shape(), super().get_state_dtype()
-        self.page = page_asked(get_current_vllm_config(), *stock)
+        self.ask_for_page()
 
     def _forward(
         self,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
@@ -17,7 +16,6 @@ from vllm.v1.attention.backends.mamba2_attn import (
     Mamba2AttentionMetadataBuilder,
 )
 
-from lazystate.engines.vllm.asked import page_asked
 from lazystate.engines.vllm.group import Group
 from lazystate.engines.vllm.paged import Paged
 from lazystate.gates import Prologue
@@ -81,8 +79,7 @@ class ReplayMixer2(Paged, MambaMixer2):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        stock = super().get_state_shape(), super().get_state_dtype()
-        self.page = page_asked(get_current_vllm_config(), *stock)
+        self.ask_for_page()
         self._prologue: Prologue | None = None
 
     def _warmup_ssd_kernels(self, projected_states: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lazystate.engines.vllm.asked import device_of, layer_page
 from lazystate.engines.vllm.page import Page
 from lazystate.ops.pool import Pool
 
@@ -26,6 +27,14 @@ class Paged:
     prefix: str
     kv_cache: Sequence[Tensor]
     _pool: Pool | None = None
+
+    def ask_for_page(self) -> None:
+        """Keep the page that the engine's configuration asks for; once vLLM's constructor is done.
+
+        Raises:
+            ValueError: for what lazystate cannot do, with the reasons.
+        """
+        self.page = layer_page(self.get_state_shape(), self.get_state_dtype(), self._number())
 
     def get_state_shape(self) -> Any:
         """Shapes of a page's parts."""
@@ -54,17 +63,10 @@ class Paged:
         state = self.kv_cache[1]
         known = None if self._pool is None else self._pool.checkpoint
         if known is None or (known.data_ptr(), known.shape) != (state.data_ptr(), state.shape):
-            self._pool = self.page.pool(self.kv_cache, self._number(), _device())
+            self._pool = self.page.pool(self.kv_cache, self._number(), device_of())
         assert self._pool is not None
         return self._pool
 
     def _number(self) -> int:
         found = re.search(r"\d+", self.prefix)
         return int(found.group()) if found else 0
-
-
-def _device() -> int:
-    """Which of the devices that share a layer's heads this is."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return get_tensor_model_parallel_rank()

@@ -40,7 +40,7 @@ class Sketches:
 
     def allocate(self, layer: int, spec: LayerSpec, slots: int, device: torch.device) -> SketchView:
         """Room for the views of the first device's heads, see `Views`."""
-        return self._room(self._row(layer), 0, spec, slots, device)
+        return self._room(self.row(layer), 0, spec, slots, device)
 
     def parts(self, spec: LayerSpec) -> dict[str, tuple[torch.dtype, int]]:
         """Dtype and count of what a page keeps, by name: the most of any layer and device."""
@@ -66,14 +66,19 @@ class Sketches:
             ValueError: for a layer that was not calibrated.
         """
         at = next(iter(parts.values())).device
-        room = self._room(self._row(layer), device, spec, 1, at)
+        room = self._room(self.row(layer), device, spec, 1, at)
         stored = {
             name: parts[name][:, : own.numel()].unflatten(1, own.shape[1:])
             for name, own in room.stored.items()
         }
         return replace(room, stored=stored)
 
-    def _row(self, layer: int) -> int:
+    def row(self, layer: int) -> int:
+        """Where the layer of that number in the model is in the calibration.
+
+        Raises:
+            ValueError: if it is not.
+        """
         origin = self.calibration.origin
         if layer not in origin.layers:
             raise ValueError(
