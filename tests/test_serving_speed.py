@@ -55,6 +55,7 @@ def test_what_the_plugin_refuses_is_not_started() -> None:
             told = METHODS[name].refused(version, NANO, 3)
             assert told == refusals(Setup(release, NANO, draft_tokens=3), options)
     assert METHODS["vllm-replay"].refused("0.26", NANO, 0)
+    assert METHODS["vllm-replay"].refused("0.33", NANO, 3)
     assert not METHODS["vllm-replay"].refused("0.33", NANO, 0)
 
 

@@ -21,12 +21,14 @@ class Method:
     Attributes:
         name: of rows. options: of lazystate, None for vLLM's own layers.
         settings: further arguments of vLLM's `LLM`. versions: that have them.
+        draftless: why it is not timed with drafts; "" if it is.
     """
 
     name: str
     options: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     versions: tuple[str, ...] = ("0.26", "0.33")
+    draftless: str = ""
 
     @property
     def impl(self) -> Literal["stock", "lazystate"]:
@@ -37,6 +39,8 @@ class Method:
         """Why it cannot be timed on a minor version; none if it can."""
         if version not in self.versions:
             return [f"vLLM {version} has no {', '.join(self.settings)}"]
+        if drafts and self.draftless:
+            return [self.draftless]
         if self.options is None:
             return []
         return refusals(Setup(version, architectures, draft_tokens=drafts), Options(**self.options))
@@ -46,7 +50,12 @@ METHODS = {
     method.name: method
     for method in (
         Method("stock"),
-        Method("vllm-replay", settings={"use_replayssm": True}, versions=("0.33",)),
+        Method(
+            "vllm-replay",
+            settings={"use_replayssm": True},
+            versions=("0.33",),
+            draftless="vLLM's own replay takes drafts with FlashInfer only",
+        ),
         Method("exact", options={}),
         Method("fp16", options={"checkpoint": "fp16"}),
         Method("view-fp8", options={"view": "fp8"}),
