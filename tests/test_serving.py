@@ -14,6 +14,7 @@ from lazystate.shipped import model_folder, models
 from test_house import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+from lazystate.engines.vllm.options import Options
 from serving import drive, folders, judge, prompts
 from serving.cases import TOKENS, Case, cases
 from serving.shapes import SHAPES
@@ -133,6 +134,19 @@ def test_the_plugin_is_found_without_an_installation(tmp_path: Path) -> None:
     (found,) = distributions(path=[str(folder)])
     assert [point.group for point in found.entry_points] == ["vllm.general_plugins"]
     assert found.entry_points[0].value.startswith("lazystate.engines.vllm")
+
+
+@pytest.mark.parametrize("model", models())
+def test_views_are_cases_of_lazystate_with_options_of_its_own(model: str) -> None:
+    """One word names them all, and the engine's options take what they ask for."""
+    chosen = [case for case in cases(model) if drive.asked(case, ["views", "exact"])]
+    assert len(chosen) > 4 and chosen[0].name == "exact"
+    for case in chosen[1:]:
+        spec = drive.specification(
+            drive.Job(model, "lazystate", case), "0.33", Path(model), {"window": 8}
+        )
+        options = Options(**spec["options"])
+        assert (options.window, options.view) == (8, case.name.removeprefix("views-"))
 
 
 def test_the_drive_writes_rows(tmp_path: Path, monkeypatch, capsys) -> None:

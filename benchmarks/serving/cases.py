@@ -24,6 +24,7 @@ class Case:
         graphs: CUDA graphs and torch.compile; else eager.
         drafts: of n-gram lookup, a step.
         caching: of prefixes. blocks: of the cache, 0 for what fits. budget: tokens a step.
+        options: lazystate's, of a case that stock vLLM has not; None for what the command says.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Case:
     caching: bool = False
     blocks: int = 0
     budget: int = 8192
+    options: dict[str, Any] | None = None
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Arguments of vLLM's `LLM` for a kind of recurrent layer."""
@@ -80,7 +82,18 @@ def cases(kind: str) -> list[Case]:
         Case("prefixes", fine, ("together", "shared"), caching=True),
         Case("preemption", fine, ("together",), blocks=PREEMPTING[kind]),
         Case("chunked", fine, ("together", "arrivals"), budget=CHUNK[kind]),
+        *(Case(f"views-{name}", fine, options=given) for name, given in views(kind).items()),
     ]
+
+
+def views(kind: str) -> dict[str, dict[str, Any]]:
+    """What most steps read instead of the state: how far texts part is what is asked of them."""
+    return {
+        "bf16": {"view": "bf16"},
+        "fp8": {"view": "fp8"},
+        "nvfp4": {"view": "nvfp4"},
+        "sketch": {"view": "sketch", "calibration": kind, "mean_rank": 8},
+    }
 
 
 # Blocks that hold some of the 64 requests, not all: a request takes a few for its KV cache and one

@@ -19,6 +19,7 @@ import tarfile
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("models", nargs="+", choices=CONVERT)
     parser.add_argument("--version", choices=("0.26", "0.33"), required=True, help="vLLM's minor")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--cases", nargs="+", help="names of serving/cases.py; default: all")
+    parser.add_argument("--cases", nargs="+", help="of serving/cases.py, or views; default: all")
     parser.add_argument("--lazystate", default="{}", help="its options, as JSON")
     parser.add_argument("--jobs", type=int, default=8, help="engines side by side")
     parser.add_argument("--limit", type=float, default=280, help="seconds of one process")
@@ -103,7 +104,7 @@ def specification(
         "folder": str(folder),
         "case": job.case.as_json(),
         "settings": settings,
-        "options": lazystate if job.engine == "lazystate" else None,
+        "options": lazystate | (job.case.options or {}) if job.engine == "lazystate" else None,
     }
 
 
@@ -125,6 +126,11 @@ def run(job: Job, spec: dict[str, Any], at: Path, end: float, limit: float, path
     return "done" if not done.returncode else f"failed with {done.returncode}"
 
 
+def asked(case: Case, names: Sequence[str] | None) -> bool:
+    """Whether a case is among those named; "views" names all that begin with "views-"."""
+    return not names or not {case.name, case.name.split("-")[0]}.isdisjoint(names)
+
+
 def why(log: Path, lines: int = 3) -> str:
     """The last errors of a log."""
     text = log.read_text("utf8", "replace").splitlines() if log.exists() else []
@@ -142,7 +148,7 @@ def main() -> None:
         for model in arguments.models
         for case in cases(model)
         for engine in arguments.engines
-        if not arguments.cases or case.name in arguments.cases
+        if asked(case, arguments.cases) and (engine != "stock" or case.options is None)
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:

@@ -112,7 +112,7 @@ def _parting(old: Sequence[int], new: Sequence[int]) -> int | None:
 def table(found: Sequence[Row]) -> str:
     """The rows for a reader of a terminal."""
     head = (
-        f"{'model':7}{'engine':10}{'case':11}{'dtype':9}{'traffic':9}{'same':>12}{'first':>6}"
+        f"{'model':7}{'engine':10}{'case':13}{'dtype':9}{'traffic':9}{'same':>12}{'first':>6}"
         f"{'drift':>9}{'margin':>9}{'T/step':>7}{'steps':>7}{'pre':>5}{'cached':>7}{'kept':>5}{'s':>7}"
     )
     return "\n".join([head, *(_line(row) for row in found)])
@@ -127,7 +127,7 @@ def _line(row: Row) -> str:
     bad = f"  {row['nonfinite']} NOT FINITE" if row["nonfinite"] else ""
     lost = row["requests"] - row["finished"]
     return (
-        f"{row['model']:7}{row['impl']:10}{row['case']:11}{row['dtype']:9}{row['traffic']:9}"
+        f"{row['model']:7}{row['impl']:10}{row['case']:13}{row['dtype']:9}{row['traffic']:9}"
         f"{same:>12}{first:>6}{drift:>9}{margin:>9}{row['tokens_a_step']:>7.2f}{row['steps']:>7}"
         f"{row['preemptions']:>5}{row['cached']:>7}{row['blocks_kept']:>5}{row['seconds']:>7.1f}"
         f"{bad}{f'  {lost} UNFINISHED' if lost else ''}"
