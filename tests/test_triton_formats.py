@@ -13,8 +13,8 @@ from torch import Tensor
 from lazystate import StateCache
 from lazystate.formats import FORMATS, Rounding
 from lazystate.ops.states import States
-from lazystate.ops.triton.arguments import Stored, form_of, gate_of, shape_of
-from lazystate.ops.triton.device import columns
+from lazystate.ops.triton.arguments import Stored, form_of, gate_of, order_of, shape_of
+from lazystate.ops.triton.device import columns, joined
 from lazystate.ops.triton.formats import largest, random_bits, read_rows, read_tile, write_tile
 from lazystate.philox import state_bits
 from samples import draw, layer, slots
@@ -51,7 +51,7 @@ def _write(source, state, seed, slot, count, N: tl.constexpr, BITS: tl.constexpr
 
 @triton.jit
 def _read(out, state, N: tl.constexpr, form: tl.constexpr, shape: tl.constexpr):
-    """A state [HV, V, K] by whole tiles, and [HV, V, KC 16] by pieces."""
+    """A state [HV, V, K] by whole tiles, by pieces, and by pieces that are joined."""
     head = tl.program_id(0)
     channel = tl.arange(0, N)
     k = tl.arange(0, shape.KP)[None, :]
@@ -66,6 +66,7 @@ def _read(out, state, N: tl.constexpr, form: tl.constexpr, shape: tl.constexpr):
         i = columns(c, shape)[None, :]
         at = size + row[:, None] * shape.K + i
         tl.store(out + at, rows[c], mask=there[:, None] & (i < shape.K))
+    tl.store(out + 2 * size + row[:, None] * shape.K + k, joined(rows, shape), mask=mask)
 
 
 def stored(states: States) -> Stored:
@@ -89,7 +90,7 @@ def samples_of(shape: tuple[int, int, int]) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("key_dim", [64, 96, 256])
+@pytest.mark.parametrize("key_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", NARROW)
 def test_bytes_are_those_of_the_formats(name: str, rounding: Rounding, key_dim: int) -> None:
@@ -114,9 +115,8 @@ def test_bytes_are_those_of_the_formats(name: str, rounding: Rounding, key_dim: 
         got = states.parts[part][0].cpu()
         same = (got == tensor) | (got != got) & (tensor != tensor)
         assert bool(same.all()), part
-    order = 8 // form.bits if form.bits < 8 else 1
-    options["shape"] = shape_of(spec, gate_of(None, key_dim), order=order)
-    out = torch.zeros(2, *shape, device=DEVICE)
+    options["shape"] = shape_of(spec, gate_of(None, key_dim), order=order_of(form, key_dim))
+    out = torch.zeros(3, *shape, device=DEVICE)
     _read[(3,)](out, stored(states), N=8, **options)
     decoded = form.decode(expected, key_dim)
     for found in out.cpu():

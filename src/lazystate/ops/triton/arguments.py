@@ -179,8 +179,10 @@ class Form(Constants):
 
     Attributes:
         KIND: "dense", "fp8", "nvfp4" or "int". BITS: of an element. PER_BYTE: elements in a byte.
-        BYTES: of a row of K, where it is not dense. GROUP: elements of a scale. GROUPS: in a row.
-        MANTISSA, LOWEST, LARGEST: see `Format`.
+            BYTES: of a row of K, where it is not dense. GROUP: elements of a scale. GROUPS: in a
+            row. MANTISSA, LOWEST, LARGEST: see `Format`.
+        WORD: bits that are read at once. WORDS: in a row. ORDER: elements in a word. HALF: those of
+            its lower 16 bits, or all. STEP: what they are multiplied by, besides a scale.
     """
 
     KIND: str
@@ -192,6 +194,11 @@ class Form(Constants):
     MANTISSA: int
     LOWEST: int
     LARGEST: float
+    WORD: int
+    WORDS: int
+    ORDER: int
+    HALF: int
+    STEP: float
 
 
 @dataclass(frozen=True)
@@ -233,22 +240,43 @@ class Storing(Constants):
 @cache
 def form_of(form: Format, key_dim: int) -> Form:
     """The constants of a format."""
-    per_byte = _per_byte(form)
+    per_byte, word, order = _per_byte(form), _word(form, key_dim), order_of(form, key_dim)
+    nbytes = triton.cdiv(key_dim, per_byte)
     return Form(
         KIND="dense" if form.dense else form.name if form.name in ("fp8", "nvfp4") else "int",
         BITS=form.bits,
         PER_BYTE=per_byte,
-        BYTES=triton.cdiv(key_dim, per_byte),
+        BYTES=nbytes,
         GROUP=form.group or key_dim,
         GROUPS=triton.cdiv(key_dim, form.group or key_dim),
         MANTISSA=form.mantissa,
         LOWEST=form.lowest,
         LARGEST=form.largest,
+        WORD=word,
+        WORDS=8 * nbytes // word,
+        ORDER=order,
+        HALF=order // 2 if word == 32 else order,
+        STEP={"fp8": 2.0**8, "nvfp4": 2.0**14}.get(form.name, 1.0),
     )
 
 
 def _per_byte(form: Format) -> int:
     return 8 // form.bits if form.bits < 8 else 1
+
+
+def _word(form: Format, key_dim: int) -> int:
+    """Bits that are read at once: as many as rows, and with them slots, are multiples of.
+
+    A piece's elements are a word apart: no more of them than K has.
+    """
+    row = 8 * triton.cdiv(key_dim, _per_byte(form))
+    widest = triton.next_power_of_2(key_dim) // PIECE * form.bits
+    return next((word for word in (32, 16) if row % word == 0 and word <= widest), 8)
+
+
+def order_of(form: Format, key_dim: int) -> int:
+    """Elements of K from one of a piece to the next: those of a word, or neighbours."""
+    return 1 if form.dense else _word(form, key_dim) // form.bits
 
 
 def storing_of(pool: Pool) -> Storing:
@@ -372,7 +400,7 @@ def shape_of(
 ) -> Shape:
     """The constants that a kernel takes from a layer, and from its ring if it has one.
 
-    order: elements of K in a byte of the states that are read.
+    order: elements of K in a word of the states that are read.
     """
     gates = spec.key_dim if spec.decay == "channel" else 1
     return Shape(
@@ -405,7 +433,9 @@ def pool_shape(pool: Pool, viewed: bool, prologue: Prologue | None) -> Shape:
         states = pool.view.states
     raw = ring.v is not None
     gate = gate_of(prologue, pool.spec.key_dim)
-    order = 1 if viewed and isinstance(pool.view, LowRank) else _per_byte(states.form)
+    order = 1
+    if not (viewed and isinstance(pool.view, LowRank)):
+        order = order_of(states.form, pool.spec.key_dim)
     return shape_of(pool.spec, gate, pool.window, ring.k.shape[1], raw, order)
 
 

@@ -20,7 +20,7 @@ from lazystate.ops.triton.device import (
     wrapped,
     zeros,
 )
-from lazystate.ops.triton.formats import read_rows
+from lazystate.ops.triton.formats import DENSE, read_pieces
 from lazystate.ops.triton.gates import (
     channel_decay,
     load_channel_gates,
@@ -61,7 +61,7 @@ def decode(
     sketched: tl.constexpr = form.KIND == SKETCH
     if tiling.TILES == 1 and not sketched:  # on its way while the scores are formed
         at = first * shape.V + part % tiling.PER_HEAD * tiling.BV + tl.arange(0, tiling.BV)
-        early = read_rows(state, at, (at < (first + 1) * shape.V) & stored, form, shape)
+        early = read_pieces(state, at, (at < (first + 1) * shape.V) & stored, form, shape)
     q_scores, k_scores = _scores(
         inputs,
         strides,
@@ -89,7 +89,7 @@ def decode(
         at_v = head * shape.V + channel
         tile = early
         if tiling.TILES > 1 and not sketched:
-            tile = read_rows(state, at_v, in_v & stored, form, shape)
+            tile = read_pieces(state, at_v, in_v & stored, form, shape)
         vs = load_f32(inputs.v + head * strides.v + channel, in_v)
         g, strength = load_gates(inputs, strides, head, 0, 0, True, shape)
         last = 0.0
@@ -105,7 +105,7 @@ def decode(
         if sketched:
             q_sum, k_sum = read_sketch(state, head, channel, in_v & stored, qs, ks, form, shape)
         else:
-            q_sum, k_sum = _read(tile, qs, ks, shape.ERASE)
+            q_sum, k_sum = _read(tile[0], tile[1], qs, ks, form, shape.ERASE)
         u = vs
         if shape.ERASE:
             u -= tl.sum(k_sum * scale + k_past, 1)
@@ -170,14 +170,23 @@ def _past(ring, head, at_v, in_v, start, used, later, q_scores, k_scores, shape:
 
 
 @triton.jit
-def _read(tile, qs, ks, ERASE: tl.constexpr):
-    """Products of a tile with q and k, not yet summed along K -> two [BV, KI]."""
-    q_sum = tile[0] * qs[0]
-    k_sum = tile[0] * ks[0]
-    for c in tl.static_range(1, len(tile)):
-        q_sum += tile[c] * qs[c]
+def _read(pieces, units, qs, ks, form: tl.constexpr, ERASE: tl.constexpr):
+    """Products of a tile with q and k, not yet summed along K -> two [BV, SIZE]."""
+    q_sum = tl.zeros(pieces[0].shape, tl.float32)
+    k_sum = tl.zeros(pieces[0].shape, tl.float32)
+    many: tl.constexpr = 1 if form.KIND == DENSE else form.ORDER
+    for part in tl.static_range(len(pieces) // many):
+        q_part = pieces[part * many] * qs[part * many]
+        k_part = pieces[part * many] * ks[part * many]
+        for c in tl.static_range(part * many + 1, (part + 1) * many):
+            q_part += pieces[c] * qs[c]
+            k_part += pieces[c] * ks[c]
+        if form.KIND != DENSE:  # elements of a word share a scale
+            q_part *= form.STEP * units[part]
+            k_part *= form.STEP * units[part]
+        q_sum += q_part
         if ERASE:
-            k_sum += tile[c] * ks[c]
+            k_sum += k_part
     return q_sum, k_sum
 
 

@@ -115,21 +115,28 @@ def zeros(n: tl.constexpr, shape: tl.constexpr):
 
 
 @triton.jit
+def _paired(parts, apart: tl.constexpr):
+    """Half as many parts: parts so far apart element by element, or, if 0, one behind the next."""
+    n: tl.constexpr = parts[0].shape[0]
+    pairs = ()
+    for i in tl.static_range(len(parts) // 2):
+        if apart > 0:
+            both = tl.join(parts[i // apart * apart + i], parts[i // apart * apart + i + apart])
+        else:
+            both = tl.permute(tl.join(parts[2 * i], parts[2 * i + 1]), [0, 2, 1])
+        pairs = pairs + (tl.reshape(both, [n, both.shape[1] * both.shape[2]]),)
+    return pairs
+
+
+@triton.jit
 def joined(rows, shape: tl.constexpr):
     """Pieces of K as one tile [n, KP] in order, zeros behind K."""
     parts = rows
     for _ in tl.static_range(shape.KP // SIZE - len(rows)):
         parts = parts + (tl.zeros_like(rows[0]),)
-    n: tl.constexpr = rows[0].shape[0]
     for level in tl.static_range(8):
         if len(parts) > 1:
-            pairs = ()
-            for i in tl.static_range(len(parts) // 2):
-                both = tl.join(parts[2 * i], parts[2 * i + 1])
-                if (2 << level) > shape.ORDER:  # neighbours already: one behind the other
-                    both = tl.permute(both, [0, 2, 1])
-                pairs = pairs + (tl.reshape(both, [n, both.shape[1] * both.shape[2]]),)
-            parts = pairs
+            parts = _paired(parts, shape.ORDER >> (level + 1))
     return parts[0]
 
 

@@ -1,8 +1,8 @@
 """Number formats of states: reading them, and rounding a folded state into them.
 
 The same bytes as `lazystate.formats` makes of the same FP32 values, by the same elementary
-operations. Reads come in two shapes: pieces [n, 16] of K, each from whole bytes, so that of packed
-elements a piece has every second or every fourth; and whole tiles [n, KP] in order.
+operations. Reads come in two shapes: pieces [n, 16] of K, ORDER of them from the same words, so
+that of packed elements a piece has every ORDER-th; and whole tiles [n, KP] in order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ LEAST_NORMAL = tl.constexpr(2.0**-126)
 DENSE = tl.constexpr("dense")
 FP8 = tl.constexpr("fp8")
 NVFP4 = tl.constexpr("nvfp4")
+INT = tl.constexpr("int")
 
 
 @triton.jit
@@ -30,22 +31,72 @@ def stored_at(states, strides, slot):
 
 
 @triton.jit
+def read_pieces(state, row, there, form: tl.constexpr, shape: tl.constexpr):
+    """Rows [n] of a state as pieces in FP32, and what every ORDER of them are multiplied by.
+
+    Zeros where not there [n]. A dense state's are multiplied by nothing: there are no units.
+    """
+    pieces = ()
+    units = ()
+    if form.KIND == DENSE:
+        for c in tl.static_range(shape.KC):
+            k = columns(c, shape)[None, :]
+            mask = there[:, None] if shape.K == shape.KC * SIZE else there[:, None] & (k < shape.K)
+            x = load_f32(state.elements + row[:, None] * shape.K + k, mask)
+            pieces = pieces + (x,)
+    else:
+        wide: tl.constexpr = tl.uint32 if form.WORD == 32 else tl.uint16
+        kind: tl.constexpr = tl.uint8 if form.WORD == 8 else wide
+        words = state.elements.to(tl.pointer_type(kind), bitcast=True)
+        for part in tl.static_range(shape.KC // form.ORDER):
+            j = part * SIZE + tl.arange(0, SIZE)[None, :]
+            mask = there[:, None]
+            if form.WORDS < shape.KC // form.ORDER * SIZE:
+                mask &= j < form.WORDS
+            word = tl.load(words + row[:, None] * form.WORDS + j, mask=mask, other=0)
+            word = word.to(tl.uint32)
+            for c in tl.static_range(form.ORDER):
+                pieces = pieces + (_element(word, c, form),)
+            if form.GROUPS == 1:
+                j = tl.zeros([1, 1], tl.int32)
+                mask = there[:, None]
+            units = units + (_unit(state, row, there, j * form.ORDER, mask, form, shape),)
+    return pieces, units
+
+
+@triton.jit
 def read_rows(state, row, there, form: tl.constexpr, shape: tl.constexpr):
     """Rows [n] of a state as pieces in FP32; zeros where not there [n]."""
-    rows = ()
-    for c in tl.static_range(shape.KC):
-        k = columns(c, shape)[None, :]
-        mask = there[:, None] if shape.K == shape.KC * SIZE else there[:, None] & (k < shape.K)
-        if form.KIND == DENSE:
-            x = load_f32(state.elements + row[:, None] * shape.K + k, mask)
-        else:
-            at = row[:, None] * form.BYTES + k // form.PER_BYTE
-            byte = tl.load(state.elements + at, mask=mask, other=0).to(tl.int32)
-            code = (byte >> (form.BITS * (c % form.PER_BYTE))) & ((1 << form.BITS) - 1)
-            x = _value(code, form) * _unit(state, row, k, mask, form, shape)
-            x = tl.where(mask, x, 0.0)  # a total that is not there may be anything
-        rows = rows + (x,)
+    rows, units = read_pieces(state, row, there, form, shape)
+    if form.KIND != DENSE:
+        multiplied = ()
+        for c in tl.static_range(shape.KC):
+            multiplied = multiplied + (rows[c] * form.STEP * units[c // form.ORDER],)
+        rows = multiplied
     return rows
+
+
+@triton.jit
+def _element(word, c: tl.constexpr, form: tl.constexpr):
+    """FP32 element c of words, over STEP. No element of FP8 is NaN: a group's scale says so.
+
+    Of E4M3 and E2M1, element c of a 32-bit word and the one 16 bits on become the two FP16 in it
+    at once: sign, exponent and mantissa moved to where FP16 has them, a power of two too small.
+    """
+    code = word >> (form.BITS * (c % form.HALF))
+    if form.KIND == FP8:
+        code = ((code & 0x007F007F) << 7) | ((code & 0x00800080) << 8)
+    elif form.KIND == NVFP4:
+        code = ((code & 0x00070007) << 9) | ((code & 0x00080008) << 12)
+    if c >= form.HALF:
+        code = code >> 16
+    if form.KIND == INT:  # 2^23 and a number below 2^8 are the bits of their sum
+        sign: tl.constexpr = 1 << (form.BITS - 1)
+        code = (code & (2 * sign - 1)) ^ sign | 0x4B000000
+        value = code.to(tl.float32, bitcast=True) - (8388608.0 + sign)
+    else:
+        value = (code & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -61,29 +112,33 @@ def read_tile(state, row, there, form: tl.constexpr, shape: tl.constexpr):
         inside = there[:, None] & (j < form.BYTES)
         byte = tl.load(state.elements + row[:, None] * form.BYTES + j, mask=inside, other=0)
         code = _unpacked(byte.to(tl.int32), form)
-        tile = _value(code, form) * _unit(state, row, k, mask, form, shape)
-        tile = tl.where(mask, tile, 0.0)
+        tile = _value(code, form) * _unit(state, row, there, k, mask, form, shape)
     return tile
 
 
 @triton.jit
-def _unit(state, row, k, mask, form: tl.constexpr, shape: tl.constexpr):
-    """What elements [n, k] are multiplied by."""
+def _unit(state, row, there, k, mask, form: tl.constexpr, shape: tl.constexpr):
+    """What elements [n, k] are multiplied by, zeros where masked: it may be anything there."""
     at = state.scales + row[:, None] * form.GROUPS + k // form.GROUP
     if form.KIND == NVFP4:
-        unit = _e4m3(tl.load(at, mask=mask, other=0).to(tl.int32))
-        unit *= load_f32(state.total + row // shape.V, row >= 0)[:, None]
+        unit = _e4m3_size(tl.load(at, mask=mask, other=0).to(tl.int32))
+        unit *= load_f32(state.total + row // shape.V, there)[:, None]
     else:
         unit = load_f32(at, mask)
     return unit
 
 
 @triton.jit
+def _e4m3_size(code):
+    """FP32 of E4M3 without a sign: its bits, moved to where FP32 has them, by a power of two."""
+    value = (code << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where(code == 0x7F, float("nan"), value)
+
+
+@triton.jit
 def _e4m3(code):
-    """FP32 value of E4M3: its bits, moved to where FP32 has them, times a power of two."""
-    bits = (code & 0x7F) << 20
-    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    """FP32 value of E4M3."""
+    value = _e4m3_size(code & 0x7F)
     return tl.where(code >= 128, -value, value)
 
 
@@ -176,9 +231,9 @@ def _stored_unit(state, most, row, there, total, UP: tl.constexpr, form: tl.cons
         code = _e4m3_code(_nearest(wanted, 3, -6))
         code = tl.where(wanted != wanted, 0x7F, code)
         if UP:
-            code += (_e4m3(code) < wanted).to(tl.int32)
+            code += (_e4m3_size(code) < wanted).to(tl.int32)
         tl.store(at, code.to(tl.uint8), mask=mask)
-        unit = _e4m3(code) * total
+        unit = _e4m3_size(code) * total
     else:
         unit = tl.math.div_rn(most, tl.full(most.shape, form.LARGEST, tl.float32))
         unit = tl.where(unit < LEAST_NORMAL, 0.0, unit)
