@@ -16,6 +16,7 @@ from test_house import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from serving import kernels, speed, timed
+from serving.calibration import synthetic
 from serving.methods import BUDGET, CYCLE, METHODS, Load
 from serving.shapes import SHAPES
 
@@ -50,13 +51,31 @@ def test_what_the_plugin_refuses_is_not_started() -> None:
     for version, release in (("0.33", "0.33.0"), ("0.26", "0.26.0")):
         assert METHODS["exact"].refused(version, NANO, 0) == []
         assert METHODS["stock"].refused(version, NANO, 3) == []
-        for name in ("view-fp8", "fp16-view-nvfp4"):
+        for name in ("view-fp8", "fp16-view-nvfp4", "fp16-sketch-synthetic"):
             options = Options(**METHODS[name].options or {})
             told = METHODS[name].refused(version, NANO, 3)
             assert told == refusals(Setup(release, NANO, draft_tokens=3), options)
     assert METHODS["vllm-replay"].refused("0.26", NANO, 0)
     assert METHODS["vllm-replay"].refused("0.33", NANO, 3)
     assert not METHODS["vllm-replay"].refused("0.33", NANO, 0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_synthetic_calibration_fits_the_model(name: str, tmp_path: Path) -> None:
+    """All recurrent layers, ranks that are spread about their mean, and it says what it is."""
+    from lazystate.presets import preset
+    from lazystate.sketch.files import open_calibration
+
+    shape, path = preset(name), tmp_path / "synthetic.safetensors"
+    found = open_calibration(synthetic(name, SHAPES[name], path))
+    assert len(found.origin.layers) == shape.recurrent_layers
+    found.check(found.origin.layers, shape.layer)
+    assert found.origin.notes["synthetic"] and "synthetic" in found.origin.model
+    ranks = found.allocate(8).ranks.float()
+    assert 6 < ranks.mean() < 10 and ranks.std() > 1
+    given = METHODS["fp16-sketch-synthetic"].given(str(path))
+    assert given and Options(**given).calibration == str(path)
+    assert METHODS["exact"].given("x") == {} and METHODS["stock"].given("x") is None
 
 
 @pytest.mark.parametrize(

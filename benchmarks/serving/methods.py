@@ -10,7 +10,8 @@ from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.support import Setup, refusals
 
 BATCHES = (512, 256, 128, 32, 8, 1)
-CYCLE = 16  # steps between two folds of a state at the default window: what is timed at once
+CYCLE = 32  # steps that are timed at once: whole windows of every method
+SYNTHETIC = "synthetic"  # in the place of a calibration's path
 BUDGET = 8192  # tokens of a step
 
 
@@ -45,6 +46,12 @@ class Method:
             return []
         return refusals(Setup(version, architectures, draft_tokens=drafts), Options(**self.options))
 
+    def given(self, calibration: str) -> dict[str, Any] | None:
+        """The options, with the path of a synthetic calibration where one is needed."""
+        if self.options is None or self.options.get("calibration") != SYNTHETIC:
+            return self.options
+        return self.options | {"calibration": calibration}
+
 
 METHODS = {
     method.name: method
@@ -61,6 +68,16 @@ METHODS = {
         Method("view-fp8", options={"view": "fp8"}),
         Method("view-nvfp4", options={"view": "nvfp4"}),
         Method("fp16-view-nvfp4", options={"checkpoint": "fp16", "view": "nvfp4"}),
+        Method(
+            "fp16-sketch-synthetic",
+            options={
+                "checkpoint": "fp16",
+                "view": "sketch",
+                "calibration": SYNTHETIC,
+                "mean_rank": 8,
+                "window": 32,
+            },
+        ),
     )
 }
 
@@ -81,7 +98,7 @@ class Load:
 
     batches: tuple[int, ...] = BATCHES
     context: int = 2048
-    cycles: int = 6
+    cycles: int = 3
     settle: int = 8
     drafts: int = 0
     accepted: float = 1.0

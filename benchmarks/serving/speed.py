@@ -29,6 +29,7 @@ from typing import Any
 
 from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.support import version_of
+from serving.calibration import synthetic
 from serving.drive import ROOT, plugin, why
 from serving.folders import shape
 from serving.methods import BATCHES, CYCLE, METHODS, Load, Method
@@ -162,6 +163,11 @@ def facts(arguments: argparse.Namespace, load: Load, model: str, method: Method)
     }
 
 
+def calibration(folder: Path) -> Path:
+    """Where a model's synthetic calibration lies: beside its folder, which vLLM reads."""
+    return folder.with_name(f"{folder.name}-synthetic.safetensors")
+
+
 def specification(arguments: argparse.Namespace, load: Load, job: Job, folder: Path) -> Row:
     """What timed.py reads."""
     settings = load.settings(job.method, arguments.cache_gib << 30)
@@ -170,7 +176,7 @@ def specification(arguments: argparse.Namespace, load: Load, job: Job, folder: P
     return {
         "folder": str(folder),
         "settings": settings,
-        "options": job.method.options,
+        "options": job.method.given(str(calibration(folder))),
         "load": load.as_json(),
         "todo": job.todo,
         "row": facts(arguments, load, job.model, job.method),
@@ -253,6 +259,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         at = Path(scratch)
         folders = {x: shape(x, arguments.version, at / x) for x in arguments.models}
+        for model, folder in folders.items():
+            synthetic(model, SHAPES[model], calibration(folder))
         todo, refused = jobs(arguments, load, folders, rows)
         own = str(plugin(at / "plugin"))
         paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), *sys.path[1:]]
