@@ -21,6 +21,7 @@ from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import page_of
 from lazystate.engines.vllm.plugin import register
 from lazystate.engines.vllm.support import version_of
+from serving_model import bound
 
 VERSION = version_of(__version__)
 SHAPES = ((3, 4 * 16 + 2 * 2 * 16), (4, 16, 16))
@@ -78,8 +79,7 @@ def common_of(computed: list[int], new: list[int], prompt: list[bool]) -> Common
 def builder(monkeypatch: pytest.MonkeyPatch) -> gdn.ReplayBuilder:
     """A builder of a layer with 8 blocks on the CPU; vLLM's part of it does not need an engine."""
     page = page_of("gdn", SHAPES, (torch.float32,) * 2, torch.float32, Options())
-    states = [torch.ones(8, *shape) for shape in SHAPES]
-    layer = SimpleNamespace(page=page, kv_cache=states)
+    layer = SimpleNamespace(page=page, kv_cache=bound(page, 8, "cpu"))
 
     def stock(self: Any, spec: Any, names: Any, config: Any, device: Any) -> None:
         self.kv_cache_spec, self.vllm_config, self.decode_cudagraph_max_bs = spec, config, 4
@@ -104,6 +104,8 @@ def test_prefill_is_vllms_of_the_rows_behind_those_that_decode(builder: gdn.Repl
     made = builder.build(0, common_of([9, 5, 4, 0], [1, 1, 3, 2], [False, False, True, True]))
     assert made.decoding is not None and made.decoding.meta[:, 0].tolist() == [1, 2]
     assert made.settling is not None and made.settling.meta[:, 0].tolist() == [3, 4]
+    assert made.short is not None and made.short.tokens == slice(0, 2)
+    assert made.long is not None and made.long.tokens == slice(2, None)
     assert made.prefill is not None and made.prefill.num_decodes == 0
     assert made.prefill.num_actual_tokens == made.prefill.num_prefill_tokens == 5
     assert made.prefill.prefill_state_indices.tolist() == [3, 4]

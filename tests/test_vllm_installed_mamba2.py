@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from lazystate.engines.vllm.mamba2 import ReplayBuilder
 from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import page_of
+from serving_model import bound
 from test_vllm_installed import SHAPES, common_of
 
 WINDOW = 4
@@ -25,7 +26,7 @@ WINDOW = 4
 def builder(monkeypatch: pytest.MonkeyPatch) -> ReplayBuilder:
     """A builder of a layer with 8 blocks on the CPU; vLLM's part of it does not need an engine."""
     page = page_of("mamba2", SHAPES, (torch.float32,) * 2, torch.float32, Options(window=WINDOW))
-    layer = SimpleNamespace(page=page, kv_cache=[torch.ones(8, *shape) for shape in SHAPES])
+    layer = SimpleNamespace(page=page, kv_cache=bound(page, 8, "cpu"))
 
     def stock(self: Any, spec: Any, names: Any, config: Any, device: Any) -> None:
         self.kv_cache_spec, self.vllm_config, self.decode_cudagraph_max_bs = spec, config, 4
@@ -59,7 +60,8 @@ def test_a_mixed_batch_decodes_its_first_rows_and_settles_the_others(
 ) -> None:
     """A row decodes, a prompt's last token does as well, one prompt goes on and one begins."""
     made = builder.build(0, common_of([9, 5, 4, 0], [1, 1, 3, 2], [False, True, True, True]))
-    assert (made.num_decodes, made.num_prefills) == (2, 2)
+    assert made.prefill is not None
+    assert (made.prefill.num_decodes, made.prefill.num_prefills) == (0, 2)
     assert made.decoding is not None and made.decoding.meta[:, 0].tolist() == [1, 2]
     assert made.settling is not None and made.settling.meta[:, 0].tolist() == [3, 4]
 

@@ -44,7 +44,9 @@ def test_heads_and_groups_divide(kind: Kind, devices: int, view: str | None) -> 
     assert part.spec.heads * devices == whole.spec.heads
     assert part.spec.key_heads * devices == whole.spec.key_heads
     for one, other in zip(whole.parts, part.parts, strict=True):
-        assert one.name == other.name and one.nbytes == devices * other.nbytes
+        assert one.name == other.name
+        if one.name not in ("cursor", "pad"):
+            assert one.nbytes == devices * other.nbytes
 
 
 def test_groups_that_do_not_divide_are_on_every_device() -> None:

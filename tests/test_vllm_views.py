@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lazystate import StateCache, gates
-from lazystate.engines.vllm.group import NULL_BLOCK, Group
+from lazystate.engines.vllm.group import Group
 from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import ALIGN, Page, page_of
 from lazystate.engines.vllm.sketches import Sketches, sketches_of
@@ -23,13 +23,14 @@ from lazystate.ops.triton.settle import settle
 from lazystate.sketch.calibration_file import Calibration, Origin
 from samples import slots
 from test_sketch_view import basis
-from test_vllm_page import BLOCKS, DEVICE, HEADS, K, V, bound, raw_inputs, small
+from test_vllm_page import BLOCKS, DEVICE, HEADS, K, V, bound, group_of, raw_inputs, small, spans
 from tolerance import error
 from tolerance import outputs as output_bound
 from tolerance import state as state_bound
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 LAYER = 2  # the number of the layer under test
+PROMPT = 5  # tokens
 SLOW = pytest.mark.slow
 
 
@@ -99,7 +100,8 @@ def test_blocks_decode_as_a_cache_with_the_same_view(
     """A window and a fold, padded rows among others: the same bits, seeds included."""
     options = options_of(view, kind, tmp_path) | {"checkpoint": checkpoint, "seed": 3}
     page = small(kind=kind, **options)
-    pool, group = page.pool(bound(page), LAYER), grouped(page)
+    parts = bound(page)
+    pool, group = page.pool(parts, LAYER), grouped(page, parts)
     cache = cache_of(page, "triton", LAYER)
     exact = cache_of(page, "torch", LAYER)
     prologue = prologue_of(kind)
@@ -109,12 +111,14 @@ def test_blocks_decode_as_a_cache_with_the_same_view(
     for each in (cache, exact):
         load(each, start, (3, 1))
     for number in range(page.window + 3):  # the view is made, read, made again and read
-        blocks = [3, NULL_BLOCK, 1] if number % 3 else [1, 3, NULL_BLOCK]
+        blocks = [3, 0, 1] if number % 3 else [1, 3, 0]
         inputs = raw_inputs(3, kind)
-        rows = group.decode(BLOCKS, torch.tensor(blocks, dtype=torch.int32, device=DEVICE))
-        out = torch.full((3, 1, HEADS, V), float("nan"), device=DEVICE)
+        rows = group.decode(spans(blocks, [PROMPT + number + 1 if b else 0 for b in blocks]), 1)
+        out = torch.zeros(1, 3, HEADS, V, device=DEVICE)
         step(pool, rows, *inputs, skip, prologue, out=out)
+        out, inputs = out.transpose(0, 1), [x if x is None else x.transpose(0, 1) for x in inputs]
         at = slots(*(b if b else -1 for b in blocks)).to(DEVICE)
+        cache._cursors.writes.fill_(PROMPT + number)  # a page rounds by position
         ticket = cache.begin(at)
         want = cache.step(ticket, 0, *inputs, skip=skip, prologue=prologue)
         cache.commit(ticket)
@@ -128,9 +132,11 @@ def test_blocks_decode_as_a_cache_with_the_same_view(
         assert torch.equal(kept[written], want[written]) and not want[~written].any(), name
 
 
-def grouped(page: Page) -> Group:
-    """A group of layers with such pages."""
-    return Group(page.window, 8, torch.device(DEVICE), viewed=page.storage.view is not None)
+def grouped(page: Page, parts: list[Tensor]) -> Group:
+    """A group of one layer with these pages, whose pool the test makes."""
+    group = group_of(page, parts)
+    group._layers[0].pool = lambda: None  # type: ignore[method-assign]
+    return group
 
 
 def cache_of(page: Page, backend: str, layer: int) -> StateCache:
@@ -163,7 +169,7 @@ def cache_of(page: Page, backend: str, layer: int) -> StateCache:
 
 def prefill(pool: Pool, group: Group, states: Tensor, blocks: tuple[int, ...]) -> None:
     """What vLLM's prefill does to blocks: their rings are empty, and it writes their states."""
-    group.prefill(BLOCKS, torch.tensor(blocks, device=DEVICE))
+    group.prefill(spans(list(blocks), [PROMPT] * len(blocks), PROMPT))
     pool.checkpoint[list(blocks)] = states.to(DEVICE, pool.checkpoint.dtype)
 
 
@@ -176,31 +182,32 @@ def load(cache: StateCache, states: Tensor, at: tuple[int, ...]) -> None:
 def test_a_prompt_that_goes_on_finds_the_exact_state_and_gets_a_new_view(tmp_path: Path) -> None:
     """Records are folded into the checkpoint before prefill, and the step after it reads that."""
     page = small(kind="gdn", view="int2")
-    pool, group, prologue = page.pool(bound(page), LAYER), grouped(page), prologue_of("gdn")
+    parts = bound(page)
+    pool, group, prologue = page.pool(parts, LAYER), grouped(page, parts), prologue_of("gdn")
     exact = StateCache(page.spec, BLOCKS, window=page.window, device=DEVICE, backend="torch")
     start = torch.randn(1, *page.spec.state_shape)
     prefill(pool, group, start, (2,))
     exact.load(slots(2).to(DEVICE), [start])
-    block = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-    for _ in range(3):
+    for number in range(3):
         inputs = raw_inputs(1, "gdn")
-        step(pool, group.decode(BLOCKS, block), *inputs, None, prologue)
+        rows = group.decode(spans([2], [PROMPT + number + 1]), 1)
+        step(pool, rows, *inputs, None, prologue)
         ticket = exact.begin(slots(2).to(DEVICE))
         exact.step(ticket, 0, *inputs, prologue=prologue)
         exact.commit(ticket)
-    settle(pool, group.prefill(BLOCKS, block))
+    settle(pool, group.prefill(spans([2], [PROMPT + 3 + 4], 4)))
     (want,) = exact.materialize(slots(2).to(DEVICE))
     assert error(pool.checkpoint[[2]], want) <= state_bound(
         page.spec, page.window, torch.float32, 1
     )
     written = torch.randn(page.spec.state_shape, device=DEVICE)  # by prefill, from that
     pool.checkpoint[2] = written
-    settle(pool, group.prefill(BLOCKS, block))  # another chunk: nothing is held
+    settle(pool, group.prefill(spans([2], [PROMPT + 9], 2)))  # another chunk: nothing is held
     assert torch.equal(pool.checkpoint[2], written)
     fresh = StateCache(page.spec, BLOCKS, window=page.window, device=DEVICE, backend="torch")
     fresh.load(slots(2).to(DEVICE), [written[None]])
     inputs = raw_inputs(1, "gdn")
-    out = step(pool, group.decode(BLOCKS, block), *inputs, None, prologue)
+    out = step(pool, group.decode(spans([2], [PROMPT + 10]), 1), *inputs, None, prologue)
     want = fresh.step(fresh.begin(slots(2).to(DEVICE)), 0, *inputs, prologue=prologue)
     assert error(out, want) <= output_bound(page.spec, page.window, torch.float32, 0)
     kept = FORMATS["int2"].encode(written[None])

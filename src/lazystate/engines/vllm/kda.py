@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 
-from lazystate.engines.vllm.gdn import ReplayBackend, ReplayMetadata
+from lazystate.engines.vllm.batch import placed, taken
+from lazystate.engines.vllm.gdn import ReplayBackend
 from lazystate.engines.vllm.paged import Paged
 from lazystate.gates import Prologue
 from lazystate.ops.triton.cursors import Rows
 from lazystate.ops.triton.launch import step
-from lazystate.ops.triton.settle import settle
 
 
 class ReplayKimiDelta(Paged, KimiGatedDeltaNetAttention):
-    """vLLM's layer; where lazystate is asked for, rows that decode go through checkpoint and ring.
+    """vLLM's layer; where lazystate is asked for, short rows go through checkpoint and ring.
 
     Prefill is vLLM's own: it reads and writes the checkpoint, with the ring empty.
     """
@@ -46,49 +45,47 @@ class ReplayKimiDelta(Paged, KimiGatedDeltaNetAttention):
             g1: [1, tokens, H, K], raw. beta: [1, tokens, H]. core_attn_out: [1, tokens, H, K],
                 written.
         """
-        projected, gated = (q_proj_states, k_proj_states, v_proj_states), (g1, beta, core_attn_out)
-        metadata = get_forward_context().attn_metadata
-        own = metadata.get(self.prefix) if isinstance(metadata, dict) else None
-        if self.page is None or own is None:
-            super()._forward(*projected, *gated)
+        own = self.decided()
+        given = (q_proj_states, k_proj_states, v_proj_states, g1, beta)
+        dims = (0, 0, 0, 1, 1)
+        if own is None:
+            super()._forward(*given, core_attn_out)
             return
-        assert isinstance(own, ReplayMetadata) and isinstance(metadata, dict)
-        decoded = 0 if own.decoding is None else own.decoding.meta.shape[0]
-        if own.prefill is not None:
-            if own.settling is not None:
-                settle(self.pool(), own.settling)
-            parts, self.kv_cache = self.kv_cache, self.kv_cache[:2]  # it unpacks two states
-            metadata[self.prefix] = own.prefill
-            super()._forward(*(x[decoded:] for x in projected), *(x[:, decoded:] for x in gated))
-            metadata[self.prefix] = own
-            self.kv_cache = parts
-        if own.decoding is not None:
-            first = (*(x[:decoded] for x in projected), *(x[0, :decoded] for x in gated))
-            self._decode(first, own.decoding, own.non_spec_state_indices_tensor[:decoded])
+        if own.long is not None:
+            behind = (taken(x, own.long, dim) for x, dim in zip(given, dims, strict=True))
+            with self.prefilling(own), placed(core_attn_out, own.long, 1) as out:
+                super()._forward(*behind, out)
+        if own.short is not None and own.decoding is not None:
+            *projected, gate, strength = (
+                taken(x, own.short, dim) for x, dim in zip(given, dims, strict=True)
+            )
+            out = taken(core_attn_out, own.short, 1)
+            self._decode(own.decoding, projected, gate, strength, out)
 
-    def _decode(self, given: tuple[Tensor, ...], rows: Rows, blocks: Tensor) -> None:
+    def _decode(
+        self, rows: Rows, projected: Sequence[Tensor], gate: Tensor, beta: Tensor, out: Tensor
+    ) -> None:
         assert self.page is not None
         spec = self.page.spec
-        *projected, gate, beta, out = given
         convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        states = self.kv_cache[0].transpose(-1, -2).chunk(3, dim=-2)
+        rings = self.page.conv(self.kv_cache).chunk(3, -1)
         q, k, v = (
-            causal_conv1d_update(
-                x, state, conv.weight.flatten(1), conv.bias, "silu", conv_state_indices=blocks
-            ).unflatten(-1, (spec.heads, spec.key_dim))
-            for x, state, conv in zip(projected, states, convs, strict=True)
+            self.convolved(rows, x, conv.weight, conv.bias, ring).unflatten(
+                -1, (spec.heads, spec.key_dim)
+            )
+            for x, conv, ring in zip(projected, convs, rings, strict=True)
         )
         step(
             self.pool(),
             rows,
-            q.unsqueeze(1),
-            k.unsqueeze(1),
-            v.unsqueeze(1),
-            gate.unsqueeze(1),
-            torch.logit(beta).unsqueeze(1),  # the kernel applies the sigmoid that vLLM has applied
+            q,
+            k,
+            v,
+            gate,
+            torch.logit(beta),  # the kernel applies the sigmoid that vLLM has applied
             None,
             Prologue(
                 "kda_softplus", self.A_log.detach().flatten(), self.dt_bias.detach().flatten()
             ),
-            out=out.unsqueeze(1),
+            out=out,
         )

@@ -16,6 +16,7 @@ from lazystate.formats import Format
 from lazystate.ops import Storage
 from lazystate.ops.pool import CastView, FullView, Pool, Ring, View, record_parts
 from lazystate.ops.states import States
+from lazystate.ops.triton.positions import CURSOR
 from lazystate.spec import LayerSpec
 
 ALIGN = 16  # bytes, of a vector load
@@ -43,11 +44,13 @@ class Page:
 
     Attributes:
         spec: of the layer on this device, its heads divided. window: L. storage: of its states.
+        tokens: T, most tokens of a step that is no prefill.
         parts: in order; "conv" and "state" are those of vLLM's own layer.
     """
 
     spec: LayerSpec
     window: int
+    tokens: int
     storage: Storage
     parts: tuple[Part, ...]
 
@@ -64,7 +67,23 @@ class Page:
     @property
     def records(self) -> int:
         """R, positions of a ring."""
-        return self.window + 1
+        return self.window + self.tokens
+
+    def cursors(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The part by which a page says where its sequence stands: int32 [blocks, CURSOR]."""
+        return self.named(tensors)["cursor"]
+
+    def conv(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The ring of the convolution's inputs: [blocks, width - 1 + drafts, C]."""
+        return self.named(tensors)["conv"]
+
+    def prefilled(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """What vLLM's prefill reads and writes: the last width - 1 inputs, and the state."""
+        return self.conv(tensors)[:, self.tokens - 1 :], self.named(tensors)["state"]
+
+    def named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The parts by name."""
+        return {part.name: x for part, x in zip(self.parts, tensors, strict=True)}
 
     def pool(self, tensors: Sequence[Tensor], layer: int, device: int = 0) -> Pool:
         """The pages of one layer as a pool: a slot is a block, and slots are a page apart.
@@ -76,7 +95,7 @@ class Page:
         Raises:
             ValueError: for a layer that the calibration of a sketch lacks.
         """
-        by_name = {part.name: x for part, x in zip(self.parts, tensors, strict=True)}
+        by_name = self.named(tensors)
         storage = self.storage
         key = (storage.seed, layer) if storage.rounding == "stochastic" else None
         form = storage.checkpoint
@@ -109,6 +128,7 @@ def page_of(
     activation: torch.dtype,
     options: Options,
     devices: int = 1,
+    tokens: int = 1,
 ) -> Page:
     """The page of a layer.
 
@@ -117,8 +137,10 @@ def page_of(
 
     Args:
         kind: of the layer.
-        shapes, dtypes: of the convolution's state [width - 1, C] and of the state [HV, V, K].
+        shapes, dtypes: of the convolution's state [width - 1 + drafts, C] and of the state
+            [HV, V, K].
         activation: dtype of the model. devices: over which a layer's heads are divided.
+        tokens: T, a token and its drafts.
 
     Raises:
         ValueError: for options that do not fit the layer.
@@ -134,19 +156,20 @@ def page_of(
         activation=activation,
     )
     storage = options.storage(spec, dtypes[1], devices)
-    records = options.window + 1
+    records = options.window + tokens
     raw = not spec.erase or storage.fold == "raw"
     _, checkpoint = storage.checkpoint.shapes(value_dim, key_dim)["elements"]
     parts = [
         Part("conv", tuple(shapes[0]), dtypes[0]),
         Part("state", tuple(shapes[1]), checkpoint),
+        Part("cursor", (CURSOR,), torch.int32),
         *_view_parts(storage, spec),
         *(
             Part(name, (records, *shape), dtype)
             for name, (dtype, shape) in record_parts(spec, raw).items()
         ),
     ]
-    return Page(spec, options.window, storage, _aligned(*parts))
+    return Page(spec, options.window, tokens, storage, _aligned(*parts))
 
 
 def _view_parts(storage: Storage, spec: LayerSpec) -> Iterator[Part]:

@@ -5,14 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from lazystate.engines.vllm.asked import device_of, layer_page
+from lazystate.engines.vllm.batch import Part
 from lazystate.engines.vllm.page import Page
 from lazystate.ops.pool import Pool
+from lazystate.ops.triton.conv import convolve_ring, turn
+from lazystate.ops.triton.cursors import Rows
+from lazystate.ops.triton.settle import settle
+
+
+class Metadata(Protocol):
+    """What is decided of a step, see `builder.Decided`."""
+
+    short: Part | None
+    decoding: Rows | None
+    long: Part | None
+    settling: Rows | None
+    prefill: Any
 
 
 class Paged:
@@ -44,6 +59,16 @@ class Paged:
         """Dtypes of a page's parts."""
         return super().get_state_dtype() if self.page is None else self.page.dtypes  # type: ignore[misc]
 
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """vLLM's; drafts take no pages, since a page holds what is needed to leave them out."""
+        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        return spec if self.page is None else replace(spec, num_speculative_blocks=0)
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        """None: a prefill writes one page, whose cursor says where it ends."""
+        own = getattr(super(), "get_prefill_checkpoint_alignment", lambda: None)
+        return own() if self.page is None else None
+
     def get_attn_backend(self) -> type:
         """The backend whose builder decides steps."""
         return super().get_attn_backend() if self.page is None else self.backend  # type: ignore[misc]
@@ -60,7 +85,7 @@ class Paged:
     def pool(self) -> Pool:
         """The layer's pages as vLLM has bound them last."""
         assert self.page is not None
-        state = self.kv_cache[1]
+        state = self.page.named(self.kv_cache)["state"]
         known = None if self._pool is None else self._pool.checkpoint
         if known is None or (known.data_ptr(), known.shape) != (state.data_ptr(), state.shape):
             self._pool = self.page.pool(self.kv_cache, self._number(), device_of())
@@ -70,3 +95,50 @@ class Paged:
     def _number(self) -> int:
         found = re.search(r"\d+", self.prefix)
         return int(found.group()) if found else 0
+
+    def decided(self) -> Metadata | None:
+        """What is decided of the step that runs; None where vLLM's own layer is to run."""
+        from vllm.forward_context import get_forward_context
+
+        metadata = get_forward_context().attn_metadata
+        if self.page is None or not isinstance(metadata, dict):
+            return None
+        return metadata.get(self.prefix)
+
+    @contextmanager
+    def prefilling(self, own: Metadata) -> Iterator[None]:
+        """vLLM's own layer on the rows of a prefill: pages with empty rings, of two parts."""
+        from vllm.forward_context import get_forward_context
+
+        assert self.page is not None
+        metadata: Any = get_forward_context().attn_metadata
+        parts, window = self.kv_cache, self.page.prefilled(self.kv_cache)
+        if own.settling is not None:
+            conv = self.page.conv(parts)
+            settle(self.pool(), own.settling)
+            turn(conv, own.settling, window[0].shape[1] + 1)
+        self.kv_cache, metadata[self.prefix] = window, own.prefill
+        try:
+            yield
+        finally:
+            self.kv_cache, metadata[self.prefix] = parts, own
+
+    def convolved(
+        self,
+        rows: Rows,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ring: Tensor | None = None,
+    ) -> Tensor:
+        """The convolution of rows that decode, its inputs appended to the ring.
+
+        Args:
+            x: [tokens, C]. weight: [C, 1, width] or [C, width]. ring: None for the page's.
+
+        Returns:
+            [1, tokens, C].
+        """
+        assert self.page is not None
+        ring = self.page.conv(self.kv_cache) if ring is None else ring
+        return convolve_ring(ring, rows, x.unsqueeze(0), weight.flatten(1), bias, silu=True)

@@ -27,11 +27,14 @@ class Rows:
         order: int32 [1 + B], how many rows fold, then all batch rows, those that fold first, as
             they take longest.
         tokens: T.
+        starts: int32 [B], first token of each row where the inputs of all rows lie behind one
+            another, [1, tokens, ...]; None where they are [B, T, ...].
     """
 
     meta: Tensor
     order: Tensor
     tokens: int
+    starts: Tensor | None = None
 
 
 @triton.jit

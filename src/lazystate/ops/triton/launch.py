@@ -120,21 +120,25 @@ def step(
 ) -> Tensor:
     """One step of one layer, see `Backend.step`; skip: [HV] or None.
 
+    With `rows.starts` inputs and outputs of all rows lie behind one another, [1, tokens, ...].
+
     Args:
         out: where the outputs go, dense; None for a new tensor.
 
     Returns:
-        [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length.
+        [B, T, HV, V], activation dtype; zeros on padded rows and behind a row's length. With
+        `rows.starts` [1, tokens, HV, V], and only tokens of rows are written.
     """
     spec = pool.spec
     if skip is not None and skip.dim() != 1:
         raise ValueError(f"skip must be [HV] for the Triton backend, got {list(skip.shape)}")
-    batch, tokens = q.shape[:2]
+    batch, tokens = rows.meta.shape[0], rows.tokens
     launch = launch or launch_of(pool, batch, tokens)
     if out is None:
-        shape = batch, tokens, spec.heads, spec.value_dim
-        out = torch.empty(shape, dtype=v.dtype, device=v.device)
+        out = torch.empty(*v.shape, dtype=v.dtype, device=v.device)
     inputs, strides = inputs_of(q, k, v, log_decay, beta, prologue)
+    if rows.starts is not None:
+        strides = strides._replace(row=strides.token)
     ring, ring_slot = ring_of(pool)
     storing, states = storing_of(pool), states_of(pool)
     fused = launch.fold_block_v == 0 and storing.PLAIN
@@ -143,6 +147,7 @@ def step(
         grid = batch * spec.heads * triton.cdiv(spec.value_dim, setting.block_v) // setting.tiles
         step_kernel[(min(grid, FOLD_PROGRAMS) if which == 1 else grid,)](
             rows.meta,
+            rows.starts,
             rows.order,
             inputs,
             strides,

@@ -21,6 +21,7 @@ from lazystate.ops.triton.verify import verify
 @triton.jit
 def step_kernel(
     meta,
+    starts,
     order,
     inputs,
     strides,
@@ -39,8 +40,9 @@ def step_kernel(
 ):
     """One model step of one layer; WHICH rows: 0 those that do not fold, 1 those that do, 2 all.
 
-    meta: int64 [B, 8] and order: int32 [1 + B], see `Rows`. skip: [HV] or None. out: [B, T, HV, V].
-    seed: of stochastic rounding and the layer's number above it. The rest: see `arguments`.
+    meta: int64 [B, 8], starts: int32 [B] or None and order: int32 [1 + B], see `Rows`. skip: [HV]
+    or None. out: [B, T, HV, V], or [tokens, HV, V] with starts. seed: of stochastic rounding and
+    the layer's number above it. The rest: see `arguments`.
     """
     programs: tl.constexpr = shape.HV * tiling.PER_HEAD // tiling.TILES  # of one row
     first = 0
@@ -54,6 +56,7 @@ def step_kernel(
         _row(
             index,
             meta,
+            starts,
             order,
             inputs,
             strides,
@@ -75,6 +78,7 @@ def step_kernel(
 def _row(
     index,
     meta,
+    starts,
     order,
     inputs,
     strides,
@@ -101,9 +105,15 @@ def _row(
     due = tl.load(meta + row * 8 + 4) != 0
     stored = tl.load(meta + row * 8 + 5) == 0
     start = tl.load(meta + row * 8 + 6).to(tl.int32)
-    out += row * T * shape.VALUES
+    first = row  # rows of T tokens, or tokens
+    if starts is None:
+        out += row * T * shape.VALUES
+    else:
+        first = tl.load(starts + row).to(tl.int64)
+        out += first * shape.VALUES
     if (slot < 0) | (length == 0):
-        _clear(out, part, key_head, T, tiling, shape)
+        if starts is None:
+            _clear(out, part, key_head, T, tiling, shape)
     else:
         checkpoint = stored_at(states.checkpoint, states.checkpoint_slot, slot)
         view = view_at(states, slot, storing)
@@ -142,11 +152,11 @@ def _row(
             used = tl.where(due, 0, held)
             stored = stored | due
         inputs = Inputs(
-            inputs.q + row * strides.row.q + key_head * strides.head.q,
-            inputs.k + row * strides.row.k + key_head * strides.head.k,
-            inputs.v + row * strides.row.v,
-            inputs.log_decay + row * strides.row.log_decay,
-            inputs.beta + row * strides.row.beta,
+            inputs.q + first * strides.row.q + key_head * strides.head.q,
+            inputs.k + first * strides.row.k + key_head * strides.head.k,
+            inputs.v + first * strides.row.v,
+            inputs.log_decay + first * strides.row.log_decay,
+            inputs.beta + first * strides.row.beta,
             inputs.A_log,
             inputs.dt_bias,
         )
@@ -174,6 +184,7 @@ def _row(
                 stored,
                 start,
                 length,
+                T if starts is None else length,
                 used,
                 inputs,
                 strides,

@@ -35,6 +35,7 @@ def verify(
     stored,
     start,
     length,
+    reach,
     used,
     inputs,
     strides,
@@ -49,7 +50,7 @@ def verify(
 ):
     """Outputs of `length` tokens for a program's tiles; their records, behind `used` others.
 
-    form: of the states that are read.
+    form: of the states that are read. reach: outputs up to there are zeros behind `length`.
     """
     TH: tl.constexpr = 8 if shape.ERASE and T <= 8 else 16  # rows of keys
     TX: tl.constexpr = 2 * TH if shape.ERASE else TH  # rows of all vectors
@@ -142,7 +143,7 @@ def verify(
         tl.store(
             out + at_v[:, None] + (token * shape.VALUES)[None, :],
             tl.where(alive[None, :], output, 0.0),
-            mask=in_v[:, None] & ((index >= TX - TH) & (token < T))[None, :],
+            mask=in_v[:, None] & ((index >= TX - TH) & (token < reach))[None, :],
         )
         at_ring = at_v[:, None] + (place * shape.VALUES)[None, :]
         written = in_v[:, None] & writes_row[None, :]

@@ -1,0 +1,277 @@
+"""An engine that serves from pages as vLLM does, without vLLM, and a list of tokens a request.
+
+It owns what vLLM does: which page a request's sequence is in, prefill of a page's two first parts,
+copies of whole pages at block boundaries, acceptance that is told by nothing but the next lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import samples
+import tolerance
+from lazystate.engines.vllm.batch import divide, spans_of
+from lazystate.engines.vllm.group import Group
+from lazystate.engines.vllm.options import Options
+from lazystate.engines.vllm.page import Page, page_of
+from lazystate.engines.vllm.support import Kind
+from lazystate.ops.triton.conv import convolve_ring, turn
+from lazystate.ops.triton.launch import step
+from lazystate.ops.triton.settle import settle
+from lazystate.reference import recurrence
+from lazystate.reference.tokens import Slot, Token
+
+HEADS, GROUPS, V, K, WIDTH = 2, 1, 5, 16, 4
+CHANNELS = HEADS * V + 2 * GROUPS * K
+
+
+def page(kind: Kind, window: int, drafts: int, **options: Any) -> Page:
+    """The page of a small layer in FP32."""
+    groups = HEADS if kind == "kda" else GROUPS
+    value_dim = K if kind == "kda" else V
+    channels = HEADS * value_dim + 2 * groups * K
+    shapes = ((WIDTH - 1 + drafts, channels), (HEADS, value_dim, K))
+    given = Options(window=window, **options)
+    return page_of(kind, shapes, (torch.float32,) * 2, torch.float32, given, 1 + drafts)
+
+
+def bound(page: Page, blocks: int, device: str) -> list[Tensor]:
+    """Pages of noise, NaN among it, and their parts as vLLM binds them."""
+    size = sum(part.nbytes for part in page.parts)
+    raw = torch.full((blocks, size + 64), -1, dtype=torch.int8, device=device)
+    parts, offset = [], 0
+    for part in page.parts:
+        piece = raw[:, offset : offset + part.nbytes].view(part.dtype)
+        parts.append(piece.unflatten(1, part.shape))
+        offset += part.nbytes
+    return parts
+
+
+@dataclass
+class Request:
+    """A sequence: its page in every block of tokens that has one, and what it should hold.
+
+    Attributes:
+        length: tokens kept. column: the block of tokens whose page it is in.
+    """
+
+    slot: Slot
+    length: int = 0
+    column: int | None = None
+    pages: dict[int, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Requests of one layer, served from pages.
+
+    Args:
+        blocks: pages, the first of which is nobody's.
+        block_size: tokens after which a request goes on in another page; None: never.
+    """
+
+    def __init__(
+        self, page: Page, blocks: int, block_size: int | None, seed: int, device: str = "cpu"
+    ) -> None:
+        self.page, self.block_size, self.device = page, block_size, device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.parts = bound(page, blocks, device)
+        layer: Any = SimpleNamespace(page=page, kv_cache=self.parts)
+        self.pool = page.pool(self.parts, 0)
+        self.group = Group([layer], 16, torch.device(device))
+        channels = page.conv(self.parts).shape[-1]
+        self.spec = replace(page.spec, conv_channels=channels, conv_width=WIDTH)
+        self.weight = torch.randn(channels, WIDTH, generator=self.generator)
+        self.free = list(range(1, blocks))
+        self.requests: dict[int, Request] = {}
+        self.cached: list[tuple[int, int, Slot]] = []  # page, its position, and the sequence there
+
+    def fresh(self) -> Slot:
+        """A sequence without tokens."""
+        inputs = torch.zeros(WIDTH - 1, self.spec.conv_channels, dtype=torch.float64)
+        zeros = torch.zeros(self.spec.state_shape, dtype=torch.float64)
+        return Slot(self.spec, zeros, inputs=inputs)
+
+    def begin(self, name: int, hit: int | None = None) -> None:
+        """A request, from nothing or from a cached prefix."""
+        request = self.requests[name] = Request(self.fresh())
+        if hit is not None and self.cached:
+            number, position, slot = self.cached[hit % len(self.cached)]
+            assert self.block_size is not None
+            request.slot, request.length = slot, position
+            request.column = position // self.block_size - 1
+            request.pages[request.column] = number
+
+    def end(self, name: int) -> None:
+        """A request that is finished, or preempted: its pages are anybody's."""
+        kept = {number for number, _, _ in self.cached}
+        self.free += [n for n in self.requests.pop(name).pages.values() if n not in kept]
+
+    def step(self, rows: list[tuple[int, int, int]]) -> None:
+        """One model step. rows: name of a request (-1: padded), tokens, and how many are kept."""
+        lengths = [n for _, n, _ in rows]
+        for name, n, _ in rows:
+            if name >= 0:
+                self._turn_page(self.requests[name], n)
+        common = self._common(rows)
+        short, long = divide(
+            common.query_start_loc_cpu, self.page.tokens, torch.device(self.device)
+        )
+        total = sum(lengths)
+        x = torch.randn(total, self.spec.conv_channels, generator=self.generator)
+        inputs = samples.draw(self.spec, 1, total, generator=self.generator)
+        out = torch.full((1, total, *self.spec.state_shape[:2]), float("nan"), device=self.device)
+        convolved = None
+        if long is not None:
+            done = self.group.prefill(spans_of(long, common, common.blocks))
+            settle(self.pool, done)
+            turn(self.page.conv(self.parts), done, WIDTH)
+        if short is not None:
+            tokens = 1 if int(short.lengths.max()) <= 1 else self.page.tokens
+            decided = self.group.decode(spans_of(short, common, common.blocks), tokens)
+            ring = self.page.conv(self.parts)
+            on = (y if y is None else y.to(self.device) for y in inputs)
+            given, weight = x.to(self.device).unsqueeze(0), self.weight.to(self.device)
+            convolved = convolve_ring(ring, decided, given, weight, None, True)[0].cpu()
+            step(self.pool, decided, *on, out=out)
+        starts = common.query_start_loc_cpu.tolist()
+        for (name, n, kept), first in zip(rows, starts, strict=False):
+            if name < 0:
+                continue
+            request, tokens = self.requests[name], _tokens(inputs, first, n)
+            if n > self.page.tokens:
+                kept = n
+                self._prefill(request, tokens, x[first : first + n])
+            else:
+                assert convolved is not None
+                self._check(request, tokens, x[first : first + n], convolved, out.cpu(), first)
+            request.slot = request.slot.append(tokens[:kept], x[first : first + kept].double())
+            self._keep(request, kept)
+
+    def settle(self, name: int) -> None:
+        """Check a request's page as prefill finds it: exact, and its ring empty."""
+        request = self.requests[name]
+        assert request.column is not None
+        number = request.pages[request.column]
+        length = torch.tensor([request.length + 1], dtype=torch.int32)
+        common = self._metadata([1], length, torch.tensor([number], dtype=torch.int32))
+        part, _ = divide(common.query_start_loc_cpu, 1, torch.device(self.device))
+        assert part is not None
+        done = self.group.prefill(spans_of(part, common, common.blocks))
+        settle(self.pool, done)
+        turn(self.page.conv(self.parts), done, WIDTH)
+        window, state = (x[number].cpu() for x in self.page.prefilled(self.parts))
+        folds = request.length
+        limit = tolerance.state(self.spec, self.page.window, torch.float32, folds)
+        assert tolerance.error(state, request.slot.state()) <= limit
+        assert torch.equal(window.double(), request.slot.history().T)
+        cursor = self.page.cursors(self.parts)
+        cursor[number] = request.length  # what was settled is a prefill of no token
+
+    def _turn_page(self, request: Request, tokens: int) -> None:
+        """The page of the block that the step's last token is in; vLLM copies to it."""
+        size = self.block_size
+        column = 0 if size is None else (request.length + tokens - 1) // size
+        if column not in request.pages:
+            request.pages[column] = self._page()
+        if request.column is not None and request.column != column:
+            self._copy(request.pages[request.column], request.pages[column])
+        request.column = column
+
+    def _keep(self, request: Request, kept: int) -> None:
+        """Advance, and keep the page of a block of tokens that is full."""
+        before, request.length = request.length, request.length + kept
+        size = self.block_size
+        if size is None or request.length // size == before // size:
+            return
+        boundary = request.length // size * size
+        if request.length - boundary >= kept or kept > self.page.tokens:
+            return
+        column = boundary // size - 1
+        assert request.column is not None
+        if column not in request.pages:
+            return
+        if column != request.column:
+            self._copy(request.pages[request.column], request.pages[column])
+        behind = request.length - boundary
+        slot = request.slot
+        if behind:
+            tokens = slot.tokens[:-behind]
+            assert slot.inputs is not None
+            slot = replace(slot, tokens=tokens, inputs=slot.inputs[:-behind], known=None)
+        self.cached.append((request.pages[column], boundary, slot))
+
+    def _prefill(self, request: Request, tokens: list[Token], x: Tensor) -> None:
+        """As vLLM's kernels do: the state and the last inputs, from what is in the page."""
+        assert request.column is not None
+        number = request.pages[request.column]
+        window, state = self.page.prefilled(self.parts)
+        if request.length:
+            found = replace(
+                request.slot, tokens=(), known=None, initial=state[number].cpu().double()
+            )
+            history = window[number].cpu()
+        else:
+            found, history = self.fresh(), torch.zeros(WIDTH - 1, x.shape[1])
+        state[number] = found.append(tokens, None).state().float().to(self.device)
+        window[number] = torch.cat([history, x])[1 - WIDTH :].to(self.device)
+
+    def _check(
+        self,
+        request: Request,
+        tokens: list[Token],
+        x: Tensor,
+        convolved: Tensor,
+        out: Tensor,
+        first: int,
+    ) -> None:
+        """Outputs of a short row against those of the list of tokens."""
+        n = len(tokens)
+        want = torch.stack(request.slot.outputs(tokens, None))
+        folds = request.length + 1
+        limit = tolerance.outputs(self.spec, self.page.window, torch.float32, folds)
+        assert tolerance.error(out[0, first : first + n], want) <= limit
+        want = recurrence.convolve(request.slot.history(), x, self.weight)
+        limit = (WIDTH + 4) * tolerance.eps(torch.float32)
+        assert tolerance.error(convolved[first : first + n], want) <= limit
+
+    def _common(self, rows: list[tuple[int, int, int]]) -> Any:
+        ends, pages = [], []
+        for name, n, _ in rows:
+            request = self.requests.get(name)
+            ends.append(0 if request is None else request.length + n)
+            pages.append(0 if request is None else request.pages[request.column or 0])
+        end, blocks = (torch.tensor(x, dtype=torch.int32) for x in (ends, pages))
+        return self._metadata([n for _, n, _ in rows], end, blocks)
+
+    def _metadata(self, lengths: list[int], ends: Tensor, blocks: Tensor) -> Any:
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        return SimpleNamespace(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=ends.to(self.device),
+            blocks=blocks.to(self.device),
+        )
+
+    def _page(self) -> int:
+        if not self.free:  # vLLM evicts what is cached
+            in_use = {n for request in self.requests.values() for n in request.pages.values()}
+            out = [number for number, _, _ in self.cached if number not in in_use]
+            self.cached = [entry for entry in self.cached if entry[0] not in out]
+            self.free = list(dict.fromkeys(out))
+        return self.free.pop(0)
+
+    def _copy(self, source: int, target: int) -> None:
+        for part in self.parts:
+            part[target] = part[source]
+
+
+def _tokens(inputs: samples.Inputs, first: int, n: int) -> list[Token]:
+    q, k, v, log_decay, beta, _ = (None if x is None else x[0] for x in inputs)
+    assert q is not None and k is not None and v is not None and log_decay is not None
+    at = range(first, first + n)
+    return [Token(q[t], k[t], v[t], log_decay[t], None if beta is None else beta[t]) for t in at]
