@@ -23,19 +23,18 @@ from serving.shapes import SHAPES
 NANO = ("NemotronHForCausalLM",)
 
 
-@pytest.mark.parametrize("load", [Load(), Load((256, 8)), Load((512, 128), drafts=3, accepted=2.5)])
+@pytest.mark.parametrize("load", [Load(), Load((8, 256)), Load((128, 512), 2048, 3, 8, 3, 2.5)])
 def test_requests_never_reach_their_longest(load: Load) -> None:
-    """With every draft accepted, and the prefill twice as long as planned."""
-    steps = 2 * load.prefilling
-    steps += len(load.batches) * (load.settle + (load.cycles + 1) * CYCLE)
+    """With every draft accepted, and steps that are half full of prompts."""
+    steps = 2 * load.batches[-1] * load.prompt / BUDGET
+    steps += len(load.batches) * (2 * load.settle + (load.cycles + 1) * CYCLE)
     assert load.prompt + steps * load.tokens <= load.longest
-    grown = load.prefilling / 2 + load.settle + load.cycles * CYCLE / 2
-    assert load.prompt + grown * load.accepted == pytest.approx(load.context, abs=1)
+    assert load.prompt < load.context < load.longest and load.longest % 256 == 0
 
 
 def test_engines_get_the_same_but_for_the_method() -> None:
     """Graphs of exactly the batches timed; methods add their own settings alone."""
-    load = Load((8, 2), drafts=3, accepted=2.0)
+    load = Load((2, 8), drafts=3, accepted=2.0)
     given = load.settings(METHODS["stock"], 1 << 30)
     assert given["compilation_config"] == {"cudagraph_capture_sizes": [8, 32]}
     assert given["max_num_batched_tokens"] == BUDGET and given["max_num_seqs"] == 8
@@ -141,14 +140,15 @@ class Decoding:
         return [(name, 1) for name in self.running]
 
 
-def test_requests_become_fewer_evenly() -> None:
+def test_requests_become_more_and_fewer() -> None:
     """All decode before anything is timed; those left are spaced evenly, so are their phases."""
     case = timed.Timed(Decoding(99))  # pyright: ignore
-    load = Load((32, 8))
-    assert case.admit(32, load) and case.decoding() == 32
+    load = Load((8, 32))
+    assert case.grow(8, load) and case.decoding() == 8
+    assert case.grow(32, load) and case.decoding() == 32
     assert len(set(case.lengths.values())) == 16  # two a step were prefilled
     case.shrink(8)
-    assert list(case.lengths) == [f"32.{row}" for row in range(0, 32, 4)]
+    assert list(case.lengths) == [f"{row}" for row in range(0, 32, 4)]
     _, tokens = case.run(5)
     assert tokens == 40
     row = timed.step_row(case, load)
@@ -157,12 +157,31 @@ def test_requests_become_fewer_evenly() -> None:
 
 
 def test_a_batch_that_does_not_fit_is_left_out() -> None:
-    """None of its requests stays behind."""
+    """None of its requests stays behind; those that fitted before do."""
     engine = Decoding(12)
     case = timed.Timed(engine)  # pyright: ignore
-    assert not case.admit(16, Load((16,)))
-    assert not engine.running and not engine.waiting and not case.lengths
-    assert case.admit(12, Load((16, 12)))
+    load = Load((4, 16))
+    assert case.grow(4, load) and not case.grow(16, load)
+    assert len(engine.running) == len(case.lengths) == 4 and not engine.waiting
+    assert case.grow(12, load)
+
+
+def test_times_come_before_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches grow while they are timed and shrink while they are profiled, as far as they fit."""
+
+    def profiled(case: timed.Timed) -> dict:
+        return {"bench": "serving_breakdown", "batch": len(case.lengths)}
+
+    monkeypatch.setattr(timed, "breakdown_row", profiled)
+    case = timed.Timed(Decoding(12))  # pyright: ignore
+    found = timed.rows(case, Load((1, 4, 8, 16)), (4, 8, 16), (1, 4, 8, 16))
+    assert [(row["bench"][8:], row["batch"]) for row in found] == [
+        ("step", 4),
+        ("step", 8),
+        ("breakdown", 8),
+        ("breakdown", 4),
+        ("breakdown", 1),
+    ]
 
 
 ENGINE = """
@@ -185,7 +204,7 @@ def test_engines_start_together_and_are_timed_in_turn(tmp_path: Path, capsys) ->
     (tmp_path / "serving" / "timed.py").write_text(ENGINE)
     processes = []
     for model in ("broken", "good", "slow", "last"):
-        job = speed.Job(model, METHODS["stock"], (1,))
+        job = speed.Job(model, METHODS["stock"], (1,), ())
         (tmp_path / f"{job.name}.spec").write_text(json.dumps(model))
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
         processes.append(speed.Process(job, tmp_path, environment))
@@ -220,15 +239,14 @@ class Pretended:
         assert any("plugin" in each for each in self.path) == (spec["options"] is not None)
         us = 200.0 if spec["options"] is None else 100.0
         with (self.at / f"{self.job.name}.jsonl").open("a") as file:
-            for batch in spec["todo"]:
-                if batch > 8:
-                    continue
-                common = spec["row"] | {"batch": batch, "fits": 9.5}
+            for batch in (b for b in spec["steps"] if b <= 8):
+                common = spec["row"] | {"batch": batch, "fits": 9.5, "bench": "serving_step"}
                 step = {"us": us, "tokens_per_s": 1e6 / us, "kept": 1.0, "context": 5}
-                file.write(json.dumps(common | {"bench": "serving_step"} | step) + "\n")
+                file.write(json.dumps(common | step) + "\n")
+            for batch in (b for b in spec["breakdowns"] if b <= 8):
+                common = spec["row"] | {"batch": batch, "bench": "serving_breakdown"}
                 sums = dict.fromkeys(kernels.GROUPS, 1.0)
-                found = {"bench": "serving_breakdown", "groups": sums, "gpu_us": 4.0}
-                file.write(json.dumps(common | found) + "\n")
+                file.write(json.dumps(common | {"groups": sums, "gpu_us": 4.0}) + "\n")
         return "done"
 
     def end(self) -> None:

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.support import Setup, refusals
 
-BATCHES = (512, 256, 128, 32, 8, 1)
+BATCHES = (1, 8, 32, 128, 256, 512)
 CYCLE = 32  # steps that are timed at once: whole windows of every method
 SYNTHETIC = "synthetic"  # in the place of a calibration's path
 BUDGET = 8192  # tokens of a step
+GROWN = 128  # steps that a request of the middle batches has decoded when it is timed
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,10 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Load:
-    """What every engine of a comparison gets.
-
-    The requests of the largest batch are prefilled once; smaller batches are what is left of them.
-    A prompt is shorter than the context by what requests grow until the largest batch is timed.
+    """What every engine of a comparison gets: requests that are added until a batch is full.
 
     Attributes:
-        batches: requests decoding, falling. context: tokens that a request holds, about.
+        batches: requests decoding, rising. context: tokens that a request holds, about.
         cycles: timed at each batch. settle: steps before.
         drafts: of n-gram lookup, a step. accepted: mean tokens a step that synthetic acceptance
             keeps, the first included.
@@ -109,22 +107,21 @@ class Load:
         return 1 + self.drafts
 
     @property
-    def prefilling(self) -> int:
-        """Steps until the largest batch is prefilled, where prompts take all of a step's tokens."""
-        return math.ceil(self.batches[0] * self.context / BUDGET)
+    def prompt(self) -> int:
+        """Tokens of a prompt, less than the context by what requests have grown when timed."""
+        return max(self.context - round(GROWN * self.accepted), 16)
 
     @property
-    def prompt(self) -> int:
-        """Tokens of a prompt."""
-        steps = self.prefilling / 2 + self.settle + self.cycles * CYCLE / 2
-        return max(self.context - round(steps * self.accepted), 16)
+    def steps(self) -> int:
+        """Most steps of a request: prefill in steps that are half full, timing, profiling."""
+        prefilling = 2 * math.ceil(self.batches[-1] * self.context / BUDGET)
+        each = 2 * self.settle + (self.cycles + 1) * CYCLE
+        return prefilling + len(self.batches) * each
 
     @property
     def longest(self) -> int:
         """Most tokens of a request, if everything were accepted; a multiple of 256."""
-        each = self.settle + (self.cycles + 1) * CYCLE
-        steps = 2 * self.prefilling + len(self.batches) * each
-        return -(-(self.prompt + steps * self.tokens) // 256) * 256
+        return -(-(self.prompt + self.steps * self.tokens) // 256) * 256
 
     def settings(self, method: Method, cache_bytes: int) -> dict[str, Any]:
         """Arguments of vLLM's `LLM`: graphs for the batches that are timed and no others."""
@@ -133,12 +130,12 @@ class Load:
             "dtype": "bfloat16",
             "mamba_ssm_cache_dtype": "float32",
             "max_model_len": self.longest,
-            "max_num_seqs": self.batches[0],
+            "max_num_seqs": self.batches[-1],
             "max_num_batched_tokens": BUDGET,
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": cache_bytes,
             "compilation_config": {
-                "cudagraph_capture_sizes": sorted(batch * self.tokens for batch in self.batches)
+                "cudagraph_capture_sizes": [batch * self.tokens for batch in self.batches]
             },
         }
         if self.drafts:

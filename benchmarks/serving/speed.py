@@ -41,11 +41,12 @@ SHORTEST = 60  # seconds in which an engine that has started can time something
 
 @dataclass(frozen=True)
 class Job:
-    """One engine: a model, a method, and the batches that are not timed yet."""
+    """One engine: a model, a method, and the batches without a time, or without a breakdown."""
 
     model: str
     method: Method
-    todo: tuple[int, ...]
+    steps: tuple[int, ...]
+    breakdowns: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -133,12 +134,15 @@ def jobs(
             config = json.loads((folders[model] / "config.json").read_text("utf8"))
             classes = tuple(config["architectures"])
             reasons = method.refused(arguments.version, classes, load.drafts)
-            given = facts(arguments, load, model, method) | {"bench": "serving_step"}
-            left = tuple(b for b in load.batches if key(given | {"batch": b}) not in have)
-            job = Job(model, method, left)
+            given = facts(arguments, load, model, method)
+            left = (
+                tuple(b for b in load.batches if key(given | {"bench": x, "batch": b}) not in have)
+                for x in ("serving_step", "serving_breakdown")
+            )
+            job = Job(model, method, *left)
             if reasons:
                 refused[job.name] = "; ".join(reasons)
-            elif left:
+            elif job.steps or job.breakdowns:
                 todo.append(job)
     return todo, refused
 
@@ -178,7 +182,8 @@ def specification(arguments: argparse.Namespace, load: Load, job: Job, folder: P
         "settings": settings,
         "options": job.method.given(str(calibration(folder))),
         "load": load.as_json(),
-        "todo": job.todo,
+        "steps": job.steps,
+        "breakdowns": job.breakdowns,
         "row": facts(arguments, load, job.model, job.method),
     }
 
@@ -247,7 +252,7 @@ def main() -> None:
     arguments = options().parse_args()
     end = time.monotonic() + 60 * arguments.minutes
     load = Load(
-        tuple(sorted(arguments.batches, reverse=True)),
+        tuple(sorted(arguments.batches)),
         arguments.context,
         arguments.cycles,
         drafts=arguments.drafts,

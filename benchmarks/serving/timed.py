@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,32 @@ STUCK = 64  # steps without a new request's first token, after which no more are
 
 
 class Timed:
-    """Requests that decode without end, fewer and fewer of them."""
+    """Requests that decode without end: more and more of them, or fewer."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.lengths: dict[str, int] = {}  # tokens that each request has by now
         self.prompts: dict[str, int] = {}
 
-    def admit(self, batch: int, load: Load) -> bool:
-        """Start a batch and step until all its requests decode; False if they do not all fit."""
-        pick, before = random.Random(batch), self.engine.preemptions
-        for row in range(batch):
+    def grow(self, batch: int, load: Load) -> bool:
+        """Add requests up to a batch, step until all decode; False, without them, if that fails."""
+        before, preempted = len(self.lengths), self.engine.preemptions
+        for row in range(before, batch):
+            pick = random.Random(row)
             phrase = [pick.randrange(3, 30_000) for _ in range(64)]  # n-grams find their drafts
             prompt = (phrase * (load.prompt // 64 + 1))[: load.prompt]
-            self.engine.add(f"{batch}.{row}", prompt, load.longest - load.prompt)
-            self.prompts[f"{batch}.{row}"] = self.lengths[f"{batch}.{row}"] = load.prompt
+            self.engine.add(f"{row}", prompt, load.longest - load.prompt)
+            self.prompts[f"{row}"] = self.lengths[f"{row}"] = load.prompt
         idle = 0
-        while idle < STUCK and self.engine.preemptions == before:
+        while idle < STUCK and self.engine.preemptions == preempted:
             first = self.decoding()
             if first == batch:
                 return True
             self.step()
             idle = 0 if self.decoding() > first else idle + 1
-        self.shrink(0)
+        self.keep(list(self.lengths)[:before])
+        if before:
+            self.run(STUCK)  # what was preempted comes back
         return False
 
     def decoding(self) -> int:
@@ -56,9 +60,12 @@ class Timed:
     def shrink(self, batch: int) -> None:
         """End all but a batch of requests, evenly spaced, so that their phases stay mixed."""
         names = list(self.lengths)
-        kept = {names[row * len(names) // batch] for row in range(batch)}
-        ended = [name for name in names if name not in kept]
-        self.engine.abort(ended)
+        self.keep([names[row * len(names) // batch] for row in range(batch)])
+
+    def keep(self, names: Sequence[str]) -> None:
+        """End all other requests."""
+        ended = set(self.lengths) - set(names)
+        self.engine.abort(sorted(ended))
         for name in ended:
             del self.lengths[name], self.prompts[name]
 
@@ -135,6 +142,33 @@ def stand_before_the_cache(ready: int) -> None:
     Executor.initialize_from_config = in_turn
 
 
+def rows(
+    timed: Timed, load: Load, steps: Sequence[int], breakdowns: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Steps of growing batches, as far as they fit, then breakdowns of shrinking ones.
+
+    In this order, as a profiler may slow down what comes after it.
+    """
+    engine = timed.engine
+    for batch in sorted({*steps, *breakdowns}):
+        preempted = engine.preemptions
+        if not timed.grow(batch, load):
+            print(f"batch {batch} does not fit", flush=True)
+            break
+        if batch not in steps:
+            continue
+        row = step_row(timed, load)
+        if engine.preemptions > preempted:
+            print(f"batch {batch} outgrew the cache", flush=True)
+            break
+        yield row
+    for batch in sorted(breakdowns, reverse=True):
+        if batch <= len(timed.lengths):
+            timed.shrink(batch)
+            timed.run(load.settle)
+            yield breakdown_row(timed)
+
+
 def main() -> None:
     """Start the engine, write a line for every row as soon as there is one."""
     spec, out = json.loads(Path(sys.argv[1]).read_text("utf8")), Path(sys.argv[2])
@@ -144,23 +178,10 @@ def main() -> None:
     engine = Engine(Path(spec["folder"]), spec["settings"], spec["options"])
     fits = engine.fits()
     print(f"started in {engine.start_s:.0f} s; {fits:.0f} requests fit", flush=True)
-    timed = Timed(engine)
-    for batch in spec["todo"]:
-        if timed.lengths:
-            timed.shrink(batch)
-        elif not timed.admit(batch, load):
-            print(f"batch {batch} does not fit", flush=True)
-            continue
-        preempted = engine.preemptions
-        found = [step_row(timed, load), breakdown_row(timed)]
-        if engine.preemptions > preempted:
-            print(f"batch {batch} outgrew the cache", flush=True)
-            timed.shrink(0)
-            continue
+    for row in rows(Timed(engine), load, spec["steps"], spec["breakdowns"]):
         with out.open("a", encoding="utf8") as file:
-            for row in found:
-                file.write(json.dumps(spec["row"] | row | {"fits": fits}) + "\n")
-        print(f"batch {batch}: {found[0]['us']:.0f} us a step", flush=True)
+            file.write(json.dumps(spec["row"] | row | {"fits": fits}) + "\n")
+        print(f"{row['bench']}, batch {row['batch']}: done", flush=True)
 
 
 if __name__ == "__main__":
