@@ -261,7 +261,9 @@ class StateCache:
             StepError: if the ticket is not the open one or a layer has not stepped.
             ValueError: for counts out of range (checked where they are on the CPU).
         """
-        self._require_stepped(ticket, "commit")
+        self._require_open(ticket)
+        if missing := sorted(set(range(self.layers)) - ticket._stepped):
+            raise StepError(f"commit before layers {missing} have stepped; discard gives a step up")
         if kept is not None:
             kept = checks.kept(kept, ticket.slots, ticket.lengths, ticket.tokens).to(self.device)
         self._backend.commit(self._cursors, ticket._rows, kept, self.window)
@@ -271,12 +273,16 @@ class StateCache:
         self._open = None
 
     def discard(self, ticket: Ticket) -> None:
-        """Finish a model step and keep none of its tokens; folds that it made stay.
+        """Finish a model step at any moment and keep none of its tokens.
+
+        Folds that it made stay, and those of layers that have not stepped are made.
 
         Raises:
-            StepError: as `commit`.
+            StepError: if the ticket is not the open one.
         """
-        self._require_stepped(ticket, "discard")
+        self._require_open(ticket)
+        for layer in set(range(self.layers)) - ticket._stepped:
+            self._backend.settle(self._pools[layer], ticket._rows)
         none = torch.zeros_like(ticket.slots)
         self._backend.commit(self._cursors, ticket._rows, none, self.window)
         self._open = None
@@ -457,11 +463,6 @@ class StateCache:
                 "step has its own ticket, which commit consumes"
             )
 
-    def _require_stepped(self, ticket: Ticket, verb: str) -> None:
-        self._require_open(ticket)
-        if missing := sorted(set(range(self.layers)) - ticket._stepped):
-            raise StepError(f"{verb} before layers {missing} have stepped")
-
     def _require_closed(self, verb: str) -> None:
         if self._open is not None:
-            raise StepError(f"{verb} while a step is open: commit its ticket first")
+            raise StepError(f"{verb} while a step is open: commit or discard its ticket first")

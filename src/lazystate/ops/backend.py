@@ -1,4 +1,4 @@
-"""What a backend does to pools and cursors: four functions a model step is made of."""
+"""What a backend does to pools and cursors: the functions a model step is made of."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ class Backend(Protocol):
         """Outputs [B, T, HV, V], activation dtype, of T new tokens, whose records are appended;
         rows that are due are folded (Eq. 8-14). Arguments as in `StateCache.step`.
         """
+        ...
+
+    def settle(self, pool: Pool, rows: Any) -> None:
+        """Fold the rows that are due as `step` does (Eq. 8, 14); nothing is read or appended."""
         ...
 
     def convolve(

@@ -13,7 +13,7 @@ from lazystate.ops.torch import conv, fold
 from lazystate.ops.torch import step as output
 from lazystate.ops.torch.rows import Rows, begin, census, commit, gather_rows, scatter_rows
 
-__all__ = ["begin", "census", "commit", "convolve", "step"]
+__all__ = ["begin", "census", "commit", "convolve", "settle", "step"]
 
 
 def step(
@@ -33,12 +33,17 @@ def step(
     q, k, v, log_decay = (gather_rows(rows, x) for x in (q, k, v, log_decay))
     beta = None if beta is None else gather_rows(rows, beta)
     out = output.step(pool, rows, q, k, v, log_decay, beta)
-    if rows.folding.numel():
-        fold.fold(pool, rows)
+    settle(pool, rows)
     if skip is not None:
         skip = skip.to(out.dtype)
         out = out + (skip if skip.dim() == 2 else skip.unsqueeze(1)) * v
     return scatter_rows(rows, out.to(pool.spec.activation))
+
+
+def settle(pool: Pool, rows: Rows) -> None:
+    """See `Backend.settle`."""
+    if rows.folding.numel():
+        fold.fold(pool, rows)
 
 
 def convolve(

@@ -8,5 +8,6 @@ from __future__ import annotations
 from lazystate.ops.triton.conv import convolve
 from lazystate.ops.triton.cursors import begin, census, commit
 from lazystate.ops.triton.launch import step
+from lazystate.ops.triton.settle import settle
 
-__all__ = ["begin", "census", "commit", "convolve", "step"]
+__all__ = ["begin", "census", "commit", "convolve", "settle", "step"]
