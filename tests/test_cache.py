@@ -197,6 +197,43 @@ def test_an_export_of_other_layers_is_refused() -> None:
         cache.import_(torch.arange(2), cache.export(torch.arange(3)))
 
 
+DAMAGED: dict[str, tuple[str, Any]] = {
+    "negative origin": ("origin", -1),
+    "negative filled": ("filled", -1),
+    "more records than the window": ("filled", 6),
+    "limit below a step": ("limit", 1),
+    "limit above the window": ("limit", 6),
+    "negative writes": ("writes", -1),
+    "folded and empty": ("empty", True),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_cursors_are_refused(damage: str) -> None:
+    """Cursors that no cache leaves behind are named, and nothing is imported."""
+    name, value = DAMAGED[damage]
+    cache = mid_window(HYBRID)
+    exported = cache.export(torch.arange(3))
+    exported[f"cursors.{name}"][1] = value
+    named = "origin" if name == "empty" else name
+    with pytest.raises(ValueError, match=rf"^exported\['cursors.{named}'\] is damaged.*place 1"):
+        cache.import_(torch.arange(3), exported)
+    twin = mid_window(HYBRID)
+    assert same(advance(cache, torch.arange(3), 70), advance(twin, torch.arange(3), 70))
+
+
+@pytest.mark.parametrize("phase", [0, 3])
+def test_all_honest_cursors_are_taken(phase: int) -> None:
+    """At every moment of two windows, staggered or not, an export is taken again."""
+    spec = samples.layer("gdn", torch.float32)
+    cache = StateCache(spec, 2, window=5, max_tokens=2)
+    there = StateCache(spec, 2, window=5, max_tokens=2)
+    cache.load(one(1), [torch.ones(1, *spec.state_shape)], phase=torch.tensor([phase]))
+    for seed in range(12):
+        there.import_(one(1, 0), cache.export(one(0, 1)))
+        advance(cache, torch.arange(2), seed, tokens=1 + seed % 2)
+
+
 def one(*numbers: int) -> Tensor:
     """Short for slots."""
     return samples.slots(*numbers)
@@ -273,6 +310,11 @@ WRONG_INPUTS: dict[str, dict[str, Any]] = {
     "beta must be torch.float32": {"beta": torch.zeros(2, 1, 4).half()},
     "beta: this layer's spec has a beta": {"beta": None},
     "skip must have shape [4] or [4, 5], got [5]": {"skip": torch.zeros(5)},
+    "log_decay must be at most 0, got 0.5": {"log_decay": torch.full((2, 1, 4), 0.5)},
+    "q must be on cpu, where the cache is, got meta": {"q": torch.zeros(2, 1, 2, 8, device="meta")},
+    "beta must be on cpu": {"beta": torch.zeros(2, 1, 4, device="meta")},
+    "log_decay must be on cpu": {"log_decay": torch.zeros(2, 1, 4, device="meta")},
+    "skip must be on cpu": {"skip": torch.zeros(4, device="meta")},
 }
 
 
@@ -287,6 +329,36 @@ def test_wrong_inputs_are_named_and_the_step_can_be_repeated(message: str) -> No
         cache.step(ticket, 0, **inputs._asdict() | WRONG_INPUTS[message])
     cache.step(ticket, 0, *inputs)
     cache.commit(ticket)
+
+
+def test_growth_does_not_matter_where_nothing_is_decoded() -> None:
+    """Padded rows and what is behind a row's length may hold any log_decay; other rows may not."""
+    spec = samples.layer("kda", torch.float32)
+    cache = StateCache(spec, 2, max_tokens=2)
+    inputs = samples.draw(spec, 3, 2)
+    inputs.log_decay[0] = 1.0
+    inputs.log_decay[1, 1] = torch.nan
+    inputs.log_decay[1, 1, 0, 0] = 1.0
+    ticket = cache.begin(one(-1, 0, 1), 2, torch.tensor([2, 1, 2]))
+    assert bool(cache.step(ticket, 0, *inputs).isfinite().all())
+    cache.discard(ticket)
+    ticket = cache.begin(one(-1, 0, 1), 2)
+    with pytest.raises(ValueError, match=r"^log_decay must be at most 0, got 1:"):
+        cache.step(ticket, 0, *inputs)
+
+
+def test_convolution_inputs_on_another_device_are_named() -> None:
+    """So are its weight and bias."""
+    cache = StateCache(SPEC, 1)
+    ticket = cache.begin(one(0))
+    x, weight, bias = torch.zeros(1, 1, 6), torch.zeros(6, 4), torch.zeros(6)
+    for index, name in enumerate(("x", "weight", "bias")):
+        given = [x, weight, bias]
+        given[index] = given[index].to("meta")
+        with pytest.raises(
+            ValueError, match=f"^{name} must be on cpu, where the cache is, got meta"
+        ):
+            cache.convolve(ticket, 0, *given)
 
 
 def test_a_beta_nobody_takes_is_refused() -> None:

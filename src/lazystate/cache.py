@@ -102,6 +102,7 @@ class StateCache:
         self._records = window + max_tokens
         self._open: Ticket | None = None
         self._cursors = ops.Cursors.allocate(slots, window, self.device)
+        self.device = self._cursors.origin.device  # "cuda" has got its number
         self._pools = [
             ops.allocate(
                 spec,
@@ -192,12 +193,12 @@ class StateCache:
         spec = self._layer(ticket, layer)
         if not spec.conv_channels:
             raise ValueError(f"layer {layer} has no convolution: its spec has conv_channels = 0")
-        checks.tensor(
-            "x", x, (ticket.slots.numel(), ticket.tokens, spec.conv_channels), spec.activation
-        )
-        checks.tensor("weight", weight, (spec.conv_channels, spec.conv_width), None)
+        channels, device = spec.conv_channels, self.device
+        shape = ticket.slots.numel(), ticket.tokens, channels
+        checks.tensor("x", x, shape, spec.activation, device)
+        checks.tensor("weight", weight, (channels, spec.conv_width), None, device)
         if bias is not None:
-            checks.tensor("bias", bias, (spec.conv_channels,), None)
+            checks.tensor("bias", bias, (channels,), None, device)
         ticket._convolved.add(layer)
         return self._backend.convolve(self._pools[layer], ticket._rows, x, weight, bias, silu)
 
@@ -231,7 +232,9 @@ class StateCache:
         Raises:
             StepError: if the ticket is not the open one, the layer has stepped already, or it has a
                 convolution that was not called.
-            ValueError: for a shape or dtype that the layer's spec does not state.
+            ValueError: for a shape or dtype that the layer's spec does not state, a tensor that is
+                not on the cache's device, or log_decay above 0 (checked where it is on the CPU;
+                elsewhere the state then grows, as the recurrence says, up to infinity).
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -242,7 +245,9 @@ class StateCache:
         if spec.conv_channels and layer not in ticket._convolved:
             raise StepError(f"step before convolve in layer {layer}, whose spec has a convolution")
         batch = ticket.slots.numel(), ticket.tokens
-        checks.inputs(spec, batch, q, k, v, log_decay, beta, skip, prologue)
+        checks.inputs(spec, batch, q, k, v, log_decay, beta, skip, prologue, self.device)
+        if prologue is None:
+            checks.log_decay(log_decay, ticket.slots, ticket.lengths)
         ticket._stepped.add(layer)
         pool = self._pools[layer]
         out = self._backend.step(pool, ticket._rows, q, k, v, log_decay, beta, skip, prologue)
@@ -388,7 +393,8 @@ class StateCache:
         """Put exported requests into slots [n], in the order of the export.
 
         Raises:
-            ValueError: if names, shapes or dtypes are not this cache's: it was built otherwise.
+            ValueError: if names, shapes or dtypes are not this cache's: it was built otherwise; or
+                if the cursors are such as no cache leaves behind.
         """
         self._require_closed("import_")
         slots = self._slots(slots)
@@ -409,6 +415,7 @@ class StateCache:
         for name, tensor in own.items():
             shape = (slots.numel(), *tensor.shape[1:])
             checks.tensor(f"exported[{name!r}]", exported[name], shape, tensor.dtype)
+        checks.cursors(exported, self.window, self.max_tokens)
         for name, tensor in own.items():
             tensor.index_copy_(0, slots, exported[name].to(self.device))
 

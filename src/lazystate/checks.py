@@ -80,14 +80,30 @@ def is_tensor(name: str, given: object) -> None:
         raise ValueError(f"{name} must be a tensor, got {type(given).__name__}: torch.tensor(...)")
 
 
-def tensor(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    """Shape and, unless None, dtype of one argument."""
+def tensor(
+    name: str,
+    given: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    device: torch.device | None = None,
+) -> None:
+    """Shape and, unless None, dtype and device of one argument."""
     is_tensor(name, given)
     if tuple(given.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(given.shape)}")
     if dtype is not None and given.dtype != dtype:
         raise ValueError(
             f"{name} must be {dtype}, got {given.dtype}: convert it, or change the spec"
+        )
+    if device is not None:
+        on(name, given, device)
+
+
+def on(name: str, given: Tensor, device: torch.device) -> None:
+    """Device of one argument."""
+    if given.device != device:
+        raise ValueError(
+            f"{name} must be on {device}, where the cache is, got {given.device}: move it there"
         )
 
 
@@ -101,23 +117,24 @@ def inputs(
     beta: Tensor | None,
     skip: Tensor | None,
     prologue: Prologue | None,
+    device: torch.device,
 ) -> None:
     """The inputs of one step; batch is (B, T)."""
-    tensor("q", q, (*batch, spec.key_heads, spec.key_dim), spec.activation)
-    tensor("k", k, (*batch, spec.key_heads, spec.key_dim), spec.activation)
-    tensor("v", v, (*batch, spec.heads, spec.value_dim), spec.activation)
+    tensor("q", q, (*batch, spec.key_heads, spec.key_dim), spec.activation, device)
+    tensor("k", k, (*batch, spec.key_heads, spec.key_dim), spec.activation, device)
+    tensor("v", v, (*batch, spec.heads, spec.value_dim), spec.activation, device)
     compute = spec.compute if prologue is None else None
-    tensor("log_decay", log_decay, (*batch, *spec.decay_shape), compute)
+    tensor("log_decay", log_decay, (*batch, *spec.decay_shape), compute, device)
     takes = spec.beta
     if prologue is not None:
-        _prologue(spec, prologue)
+        _prologue(spec, prologue, device)
         takes = prologue.kind != "mamba2"
     if (beta is not None) != takes:
         whose = "layer's spec" if prologue is None else f"{prologue.kind} prologue"
         needs = "a beta" if takes else "no beta"
         raise ValueError(f"beta: this {whose} has {needs}, got {beta if beta is None else 1}")
     if beta is not None:
-        tensor("beta", beta, (*batch, spec.heads), compute)
+        tensor("beta", beta, (*batch, spec.heads), compute, device)
     if skip is None:
         return
     is_tensor("skip", skip)
@@ -126,9 +143,30 @@ def inputs(
             f"skip must have shape {[spec.heads]} or {[spec.heads, spec.value_dim]}, got "
             f"{list(skip.shape)}"
         )
+    on("skip", skip, device)
 
 
-def _prologue(spec: LayerSpec, prologue: Prologue) -> None:
+def log_decay(given: Tensor, slots: Tensor, lengths: Tensor | None) -> None:
+    """No growth: log_decay [B, T, ...] <= 0 in every token that counts, where it is on the CPU.
+
+    Padded rows and what is behind a row's length may hold anything.
+    """
+    if given.device.type != "cpu" or not bool((given > 0).any()):
+        return
+    tokens = torch.arange(given.shape[1])
+    counts = (slots >= 0).unsqueeze(1).expand(-1, len(tokens))
+    if lengths is not None:
+        counts = counts & (tokens < lengths.unsqueeze(1))
+    growth = given.masked_fill(~(given > 0), 0).flatten(2).amax(-1)  # what is NaN is none
+    largest = growth.masked_fill(~counts, 0).max()
+    if largest > 0:
+        raise ValueError(
+            f"log_decay must be at most 0, got {float(largest):.3g}: it is the natural logarithm "
+            "of a decay in 0..1, not the decay itself, nor its negative"
+        )
+
+
+def _prologue(spec: LayerSpec, prologue: Prologue, device: torch.device) -> None:
     """A prologue that makes what the layer takes."""
     if not isinstance(prologue, Prologue):
         raise ValueError(f"prologue must be a gates.Prologue, got {type(prologue).__name__}")
@@ -139,10 +177,10 @@ def _prologue(spec: LayerSpec, prologue: Prologue) -> None:
             f"prologue makes inputs of a {prologue.kind} layer, but the spec has decay "
             f"{spec.decay!r}, erase {spec.erase}, beta {spec.beta}"
         )
-    tensor("prologue's A_log", prologue.A_log, (spec.heads,), None)
+    tensor("prologue's A_log", prologue.A_log, (spec.heads,), None, device)
     if prologue.dt_bias is not None:
         rest = spec.key_dim if channel else 1
-        tensor("prologue's dt_bias", prologue.dt_bias, (spec.heads * rest,), None)
+        tensor("prologue's dt_bias", prologue.dt_bias, (spec.heads * rest,), None, device)
 
 
 def per_layer(name: str, given: Sequence, layers: int) -> None:
@@ -151,6 +189,29 @@ def per_layer(name: str, given: Sequence, layers: int) -> None:
         raise ValueError(
             f"{name} must have one entry for each of {layers} layers, got {len(given)}"
         )
+
+
+def cursors(given: dict[str, Tensor], window: int, max_tokens: int) -> None:
+    """Cursors of an export, each [n]: such as steps and loads leave them.
+
+    Its values are read wherever they lie: an import is no part of a step.
+    """
+    at = {name: given[f"cursors.{name}"].cpu() for name in ("origin", "filled", "limit", "writes")}
+    empty = given["cursors.empty"].cpu()
+    wrong = {
+        "origin": (at["origin"] < 0) | (empty & (at["origin"] > 0)),
+        "limit": (at["limit"] < max_tokens) | (at["limit"] > window),
+        "filled": (at["filled"] < 0) | (at["filled"] > at["limit"]),
+        "writes": (at["writes"] < 0) | (empty & (at["writes"] > 0)),
+    }
+    for name, bad in wrong.items():
+        if bool(bad.any()):
+            place = int(bad.nonzero()[0])
+            raise ValueError(
+                f"exported['cursors.{name}'] is damaged: no step or load leaves "
+                f"{int(at[name][place])} in place {place}, with limit {int(at['limit'][place])} of "
+                f"window {window} and empty {bool(empty[place])}; export the requests again"
+            )
 
 
 def slots(given: Tensor, total: int, *, padded: bool, repeated: bool) -> Tensor:
