@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from lazystate.engines.vllm import gdn, mamba2, models
 from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import page_of
-from lazystate.engines.vllm.plugin import register
-from lazystate.engines.vllm.support import version_of
+from lazystate.engines.vllm.plugin import LAYERS, OTHERS, register, replace_layers
+from lazystate.engines.vllm.support import VERSIONS, version_of
 from serving_model import bound
 
 VERSION = version_of(__version__)
@@ -28,13 +29,23 @@ SHAPES = ((3, 4 * 16 + 2 * 2 * 16), (4, 16, 16))
 
 
 def test_registering_again_changes_nothing() -> None:
-    """vLLM calls plugins more than once in a process."""
+    """vLLM calls plugins more than once in a process, and looks up a model's class more often."""
     register()
+    assert VERSION is not None
+    layers = VERSION.architectures[0].layers
+    replace_layers(VERSION, layers)
     known = dict(op_registry_oot)
     register()
-    assert known == op_registry_oot
-    assert VERSION is not None
-    assert {each.layer for each in VERSION.architectures} <= known.keys()
+    replace_layers(VERSION, layers)
+    assert known == op_registry_oot and set(layers) <= known.keys()
+
+
+def test_every_layer_has_an_adapter() -> None:
+    """In each version; modules of what is not installed here are not imported."""
+    for version in VERSIONS:
+        for layer in {name for each in version.architectures for name in each.layers}:
+            module, _ = OTHERS.get((version.minor, layer), LAYERS[layer])
+            assert find_spec(f"lazystate.engines.vllm.{module}")
 
 
 @pytest.mark.parametrize("name", ["NemotronHForCausalLM", "Qwen3NextForCausalLM"])

@@ -1,6 +1,7 @@
 """Classes of models that state lazystate's pages: subclasses of vLLM's, made on first use.
 
-vLLM sizes pages by asking a model's class, before there are layers.
+vLLM sizes pages by asking a model's class, before there are layers. A model's class is looked up
+before its layers are made, so that they are replaced then.
 """
 
 from __future__ import annotations
@@ -8,14 +9,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from vllm import __version__
 from vllm.model_executor.models.registry import _VLLM_MODELS
 
 from lazystate.engines.vllm.asked import page_asked
+from lazystate.engines.vllm.plugin import replace_layers
+from lazystate.engines.vllm.support import version_of
 
 
 def __getattr__(name: str) -> type:
     if name not in _VLLM_MODELS:
         raise AttributeError(name)
+    version = version_of(__version__)
+    known = None if version is None else version.architecture(name)
+    if version is not None and known is not None:
+        replace_layers(version, known.layers)
     module, stock_name = _VLLM_MODELS[name][:2]
     path = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
     made = _paged(getattr(import_module(path), stock_name))

@@ -24,12 +24,12 @@ class Architecture:
 
     Attributes:
         name: as in a config.json's "architectures". kind: of its recurrent layers.
-        layer: the stock class of these layers.
+        layers: vLLM's classes of these layers, of which a model has one.
     """
 
     name: str
     kind: Kind
-    layer: str
+    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ GRAPHS = "full and piecewise CUDA graphs"
 PARALLEL = "tensor parallelism"
 
 _MAMBA2 = tuple(
-    Architecture(name, "mamba2", "MambaMixer2")
+    Architecture(name, "mamba2", ("MambaMixer2",))
     for name in (
         "Mamba2ForCausalLM",
         "NemotronHForCausalLM",
@@ -119,7 +119,7 @@ _MAMBA2 = tuple(
 )
 
 _QWEN = tuple(
-    Architecture(name, "gdn", "QwenGatedDeltaNetAttention")
+    Architecture(name, "gdn", ("QwenGatedDeltaNetAttention",))
     for name in (
         "Qwen3NextForCausalLM",
         "Qwen3_5ForConditionalGeneration",
@@ -127,10 +127,19 @@ _QWEN = tuple(
     )
 )
 _QWEN_TEXT = tuple(
-    Architecture(name, "gdn", "QwenGatedDeltaNetAttention")
+    Architecture(name, "gdn", ("QwenGatedDeltaNetAttention",))
     for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 )
-_KIMI = (Architecture("KimiLinearForCausalLM", "kda", "KimiGatedDeltaNetAttention"),)
+_KIMI = (Architecture("KimiLinearForCausalLM", "kda", ("KimiGatedDeltaNetAttention",)),)
+# One class of models for both gates: full-rank ones have a layer of their own.
+_KIMI_K3 = tuple(
+    Architecture(name, "kda", ("KimiGatedDeltaNetAttention", "KimiK3DeltaAttention"))
+    for name in ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
+)
+_GLM = tuple(
+    Architecture(name, "kda", ("Glm5NextLinearAttention",))
+    for name in ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
+)
 
 _FEATURES = (
     Feature(STANDARD),
@@ -144,7 +153,7 @@ _FEATURES = (
 )
 
 VERSIONS = (
-    Version("0.33", "0.33.0", (*_MAMBA2, *_QWEN, *_QWEN_TEXT), _FEATURES),
+    Version("0.33", "0.33.0", (*_MAMBA2, *_QWEN, *_QWEN_TEXT, *_KIMI_K3, *_GLM), _FEATURES),
     Version("0.26", "0.26.0", (*_MAMBA2, *_QWEN, *_KIMI), _FEATURES),
 )
 
