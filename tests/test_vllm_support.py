@@ -49,6 +49,16 @@ def test_unknown_versions_and_models_are_refused_with_what_to_do() -> None:
     assert "NemotronHForCausalLM" in reason
 
 
+def test_a_model_of_another_version_is_sent_there() -> None:
+    """The reason names the releases that have an adapter."""
+    for version in VERSIONS:
+        for other in VERSIONS:
+            for each in other.architectures:
+                if version.architecture(each.name) is None:
+                    (reason,) = refusals(Setup(version.tested, (each.name,)), Options())
+                    assert f"install {other.tested}, which has one" in reason
+
+
 def test_a_feature_works_only_where_it_was_seen_to() -> None:
     """Code that is not refused and that no GPU has run is called that."""
     assert Feature("a").status == UNSEEN

@@ -171,11 +171,8 @@ def refusals(setup: Setup, options: Options) -> list[str]:
         return [f"vLLM {setup.version} is not supported: install {_either(_releases())}"]
     reasons = []
     if not any(version.architecture(name) for name in setup.architectures):
-        names = _either(each.name for each in version.architectures)
-        reasons.append(
-            f"{', '.join(setup.architectures)} has no adapter in vLLM {version.minor}: it takes "
-            f"{names}"
-        )
+        model = ", ".join(setup.architectures)
+        reasons.append(f"{model} has no adapter in vLLM {version.minor}: {_instead(setup)}")
     asked = {
         SPECULATIVE: setup.draft_tokens > 0,
         PREFIX: setup.prefix_caching,
@@ -198,6 +195,20 @@ def refusals(setup: Setup, options: Options) -> list[str]:
     if setup.conv_dim_first:
         reasons.append("VLLM_SSM_CONV_STATE_LAYOUT=DS is not supported: leave it unset")
     return reasons
+
+
+def _instead(setup: Setup) -> str:
+    """What to do about a model without an adapter: another version, if one has it."""
+    found = [
+        version.tested
+        for version in VERSIONS
+        if any(version.architecture(name) for name in setup.architectures)
+    ]
+    if found:
+        return f"install {_either(found)}, which has one"
+    version = version_of(setup.version)
+    assert version is not None
+    return f"it takes {_either(each.name for each in version.architectures)}"
 
 
 def _releases() -> Iterable[str]:
