@@ -37,19 +37,34 @@ def page(kind: Kind, window: int, drafts: int, **options: Any) -> Page:
     channels = HEADS * value_dim + 2 * groups * K
     shapes = ((WIDTH - 1 + drafts, channels), (HEADS, value_dim, K))
     given = Options(window=window, **options)
-    return page_of(kind, shapes, (torch.float32,) * 2, torch.float32, given, 1 + drafts)
+    return page_of(kind, shapes, (torch.float32,) * 2, torch.float32, given, tokens=1 + drafts)
 
 
 def bound(page: Page, blocks: int, device: str) -> list[Tensor]:
     """Pages of noise, NaN among it, and their parts as vLLM binds them."""
-    size = sum(part.nbytes for part in page.parts)
+    size = sum(part.nbytes for part in page.stated)
     raw = torch.full((blocks, size + 64), -1, dtype=torch.int8, device=device)
     parts, offset = [], 0
-    for part in page.parts:
+    for part in page.stated:
         piece = raw[:, offset : offset + part.nbytes].view(part.dtype)
         parts.append(piece.unflatten(1, part.shape))
         offset += part.nbytes
     return parts
+
+
+class Layer:
+    """As much of a layer of vLLM's as decides and keeps: pages, and no model."""
+
+    def __init__(self, page: Page, blocks: int, device: str) -> None:
+        self.page, self.kv_cache = page, bound(page, blocks, device)
+        self.named = page.named(self.kv_cache)
+
+    def parts(self) -> dict[str, Tensor]:
+        """As `Paged.parts`."""
+        return self.named
+
+    def pool(self) -> None:
+        """The test's own."""
 
 
 @dataclass
@@ -79,11 +94,11 @@ class Engine:
     ) -> None:
         self.page, self.block_size, self.device = page, block_size, device
         self.generator = torch.Generator().manual_seed(seed)
-        self.parts = bound(page, blocks, device)
-        layer: Any = SimpleNamespace(page=page, kv_cache=self.parts)
+        layer: Any = Layer(page, blocks, device)
+        self.pages, self.parts = layer.kv_cache, layer.named
         self.pool = page.pool(self.parts, 0)
         self.group = Group([layer], 16, torch.device(device))
-        channels = page.conv(self.parts).shape[-1]
+        channels = self.parts["conv"].shape[-1]
         self.spec = replace(page.spec, conv_channels=channels, conv_width=WIDTH)
         self.weight = torch.randn(channels, WIDTH, generator=self.generator)
         self.free = list(range(1, blocks))
@@ -129,11 +144,11 @@ class Engine:
         if long is not None:
             done = self.group.prefill(spans_of(long, common, common.blocks))
             settle(self.pool, done)
-            turn(self.page.conv(self.parts), done, WIDTH)
+            turn(self.parts["conv"], done, WIDTH)
         if short is not None:
             tokens = 1 if int(short.lengths.max()) <= 1 else self.page.tokens
             decided = self.group.decode(spans_of(short, common, common.blocks), tokens)
-            ring = self.page.conv(self.parts)
+            ring = self.parts["conv"]
             on = (y if y is None else y.to(self.device) for y in inputs)
             given, weight = x.to(self.device).unsqueeze(0), self.weight.to(self.device)
             convolved = convolve_ring(ring, decided, given, weight, None, True)[0].cpu()
@@ -163,13 +178,13 @@ class Engine:
         assert part is not None
         done = self.group.prefill(spans_of(part, common, common.blocks))
         settle(self.pool, done)
-        turn(self.page.conv(self.parts), done, WIDTH)
+        turn(self.parts["conv"], done, WIDTH)
         window, state = (x[number].cpu() for x in self.page.prefilled(self.parts))
         folds = request.length
         limit = tolerance.state(self.spec, self.page.window, torch.float32, folds)
         assert tolerance.error(state, request.slot.state()) <= limit
         assert torch.equal(window.double(), request.slot.history().T)
-        cursor = self.page.cursors(self.parts)
+        cursor = self.parts["cursor"]
         cursor[number] = request.length  # what was settled is a prefill of no token
 
     def _turn_page(self, request: Request, tokens: int) -> None:
@@ -266,7 +281,7 @@ class Engine:
         return self.free.pop(0)
 
     def _copy(self, source: int, target: int) -> None:
-        for part in self.parts:
+        for part in self.pages:
             part[target] = part[source]
 
 

@@ -22,7 +22,7 @@ from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import page_of
 from lazystate.engines.vllm.plugin import LAYERS, OTHERS, register, replace_layers
 from lazystate.engines.vllm.support import VERSIONS, version_of
-from serving_model import bound
+from serving_model import Layer
 
 VERSION = version_of(__version__)
 SHAPES = ((3, 4 * 16 + 2 * 2 * 16), (4, 16, 16))
@@ -90,7 +90,7 @@ def common_of(computed: list[int], new: list[int], prompt: list[bool]) -> Common
 def builder(monkeypatch: pytest.MonkeyPatch) -> gdn.ReplayBuilder:
     """A builder of a layer with 8 blocks on the CPU; vLLM's part of it does not need an engine."""
     page = page_of("gdn", SHAPES, (torch.float32,) * 2, torch.float32, Options())
-    layer = SimpleNamespace(page=page, kv_cache=bound(page, 8, "cpu"))
+    layer = Layer(page, 8, "cpu")
 
     def stock(self: Any, spec: Any, names: Any, config: Any, device: Any) -> None:
         self.kv_cache_spec, self.vllm_config, self.decode_cudagraph_max_bs = spec, config, 4

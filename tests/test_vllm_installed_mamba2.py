@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from lazystate.engines.vllm.mamba2 import ReplayBuilder
 from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import page_of
-from serving_model import bound
+from serving_model import Layer
 from test_vllm_installed import SHAPES, common_of
 
 WINDOW = 4
@@ -26,7 +26,7 @@ WINDOW = 4
 def builder(monkeypatch: pytest.MonkeyPatch) -> ReplayBuilder:
     """A builder of a layer with 8 blocks on the CPU; vLLM's part of it does not need an engine."""
     page = page_of("mamba2", SHAPES, (torch.float32,) * 2, torch.float32, Options(window=WINDOW))
-    layer = SimpleNamespace(page=page, kv_cache=bound(page, 8, "cpu"))
+    layer = Layer(page, 8, "cpu")
 
     def stock(self: Any, spec: Any, names: Any, config: Any, device: Any) -> None:
         self.kv_cache_spec, self.vllm_config, self.decode_cudagraph_max_bs = spec, config, 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from lazystate.ops.triton.launch import step
 from lazystate.ops.triton.positions import Spans
 from lazystate.ops.triton.settle import settle
 from samples import slots
-from serving_model import bound as bound_pages
+from serving_model import Layer
 from tolerance import error
 from tolerance import outputs as output_bound
 from tolerance import state as state_bound
@@ -36,15 +35,10 @@ def small(window: int = 4, kind: Kind = "mamba2", **options: object) -> Page:
     return page_of(kind, shapes, dtypes, torch.float32, given)
 
 
-def bound(page: Page) -> list[torch.Tensor]:
-    """Pages of noise, NaN among it, and their parts as vLLM binds them."""
-    return bound_pages(page, BLOCKS, DEVICE)
-
-
-def group_of(page: Page, parts: list[torch.Tensor]) -> Group:
-    """The group of one layer with these pages."""
-    layer: Any = SimpleNamespace(page=page, kv_cache=parts)
-    return Group([layer], 8, torch.device(DEVICE))
+def group_of(page: Page) -> tuple[Group, dict[str, torch.Tensor]]:
+    """The group of one layer with pages of noise, and the parts of these by name."""
+    layer: Any = Layer(page, BLOCKS, DEVICE)
+    return Group([layer], 8, torch.device(DEVICE)), layer.named
 
 
 def spans(blocks: list[int], lengths: list[int], tokens: int = 1) -> Spans:
@@ -81,7 +75,7 @@ def test_heads_and_groups_divide_over_devices(parallel: int) -> None:
 def test_a_narrower_checkpoint_is_what_the_page_keeps() -> None:
     """The option decides the dtype that vLLM's prefill writes."""
     page = small(checkpoint="fp16")
-    assert dict(zip([p.name for p in page.parts], page.dtypes, strict=True))["state"] == (
+    assert dict(zip([p.name for p in page.stated], page.dtypes, strict=True))["state"] == (
         torch.float16
     )
 
@@ -101,8 +95,8 @@ def test_blocks_decode_as_a_cache_does_and_settle_to_its_state(kind: Kind, fold:
     """Steps over several windows with padded rows, then the ring folded before prefill."""
     torch.manual_seed(0)
     page = small(kind=kind, fold=fold)
-    parts = bound(page)
-    pool, group = page.pool(parts, 0), group_of(page, parts)
+    group, parts = group_of(page)
+    pool = page.pool(parts, 0)
     rates, biases = torch.randn(HEADS), torch.randn(HEADS * (K if kind == "kda" else 1))
     prologue = gates.Prologue(
         "kda_softplus" if kind == "kda" else kind, rates.to(DEVICE), biases.to(DEVICE)
@@ -144,8 +138,7 @@ def test_blocks_decode_as_a_cache_does_and_settle_to_its_state(kind: Kind, fold:
 def test_a_step_decided_for_a_graph_is_read_where_the_graph_reads() -> None:
     """One address whatever the batch; a row of no token is padded whatever its page."""
     page = small()
-    parts = bound(page)
-    group = group_of(page, parts)
+    group, _ = group_of(page)
     group.prefill(spans([1, 2], [6, 8], 4))
     first = group.decode(spans([1, 2], [7, 9]), 1)
     starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
@@ -161,8 +154,8 @@ def test_a_block_used_again_starts_with_an_empty_ring() -> None:
     """Records of the request before it do not reach the next one."""
     torch.manual_seed(1)
     page = small()
-    parts = bound(page)
-    pool, group = page.pool(parts, 0), group_of(page, parts)
+    group, parts = group_of(page)
+    pool = page.pool(parts, 0)
     prologue = gates.Prologue("mamba2", torch.randn(HEADS, device=DEVICE))
     group.prefill(spans([2], [6], 6))
     pool.checkpoint[2] = torch.randn(page.spec.state_shape).to(DEVICE)

@@ -23,7 +23,7 @@ from lazystate.ops.triton.settle import settle
 from lazystate.sketch.calibration_file import Calibration, Origin
 from samples import slots
 from test_sketch_view import basis
-from test_vllm_page import BLOCKS, DEVICE, HEADS, K, V, bound, group_of, raw_inputs, small, spans
+from test_vllm_page import BLOCKS, DEVICE, HEADS, K, V, group_of, raw_inputs, small, spans
 from tolerance import error
 from tolerance import outputs as output_bound
 from tolerance import state as state_bound
@@ -100,8 +100,8 @@ def test_blocks_decode_as_a_cache_with_the_same_view(
     """A window and a fold, padded rows among others: the same bits, seeds included."""
     options = options_of(view, kind, tmp_path) | {"checkpoint": checkpoint, "seed": 3}
     page = small(kind=kind, **options)
-    parts = bound(page)
-    pool, group = page.pool(parts, LAYER), grouped(page, parts)
+    group, parts = group_of(page)
+    pool = page.pool(parts, LAYER)
     cache = cache_of(page, "triton", LAYER)
     exact = cache_of(page, "torch", LAYER)
     prologue = prologue_of(kind)
@@ -130,13 +130,6 @@ def test_blocks_decode_as_a_cache_with_the_same_view(
         kept, want = part[[1, 3]], cache.export(slots(1, 3).to(DEVICE))[f"0.{name}"]
         written = kept == kept  # nothing is behind a head's rank, where a cache has zeros
         assert torch.equal(kept[written], want[written]) and not want[~written].any(), name
-
-
-def grouped(page: Page, parts: list[Tensor]) -> Group:
-    """A group of one layer with these pages, whose pool the test makes."""
-    group = group_of(page, parts)
-    group._layers[0].pool = lambda: None  # type: ignore[method-assign]
-    return group
 
 
 def cache_of(page: Page, backend: str, layer: int) -> StateCache:
@@ -182,8 +175,8 @@ def load(cache: StateCache, states: Tensor, at: tuple[int, ...]) -> None:
 def test_a_prompt_that_goes_on_finds_the_exact_state_and_gets_a_new_view(tmp_path: Path) -> None:
     """Records are folded into the checkpoint before prefill, and the step after it reads that."""
     page = small(kind="gdn", view="int2")
-    parts = bound(page)
-    pool, group, prologue = page.pool(parts, LAYER), grouped(page, parts), prologue_of("gdn")
+    group, parts = group_of(page)
+    pool, prologue = page.pool(parts, LAYER), prologue_of("gdn")
     exact = StateCache(page.spec, BLOCKS, window=page.window, device=DEVICE, backend="torch")
     start = torch.randn(1, *page.spec.state_shape)
     prefill(pool, group, start, (2,))
@@ -228,7 +221,7 @@ def test_sketches_divide_with_the_heads_and_pages_stay_alike(devices: int, tmp_p
     whole = sketches_of(str(path), 4.0, devices).sketch
     for row, layer in enumerate((0, LAYER)):
         for device in range(devices):
-            view = page.pool(bound(page), layer, device).view
+            view = page.pool(group_of(page)[1], layer, device).view
             first = device * own
             assert torch.equal(view.ranks.cpu(), whole.ranks[row, first : first + own])
             got, want = view.omega.cpu(), whole.omega[row, first : first + own]
@@ -247,4 +240,4 @@ def test_calibrations_of_another_model_are_refused(saved: str) -> None:
         page_of("gdn", shapes, (torch.float32,) * 2, torch.float32, Options(**options), 2)
     page = small(kind="gdn", **options)
     with pytest.raises(ValueError, match="recurrent layer 1 is none of its layers 0, 2"):
-        page.pool(bound(page), 1)
+        page.pool(group_of(page)[1], 1)

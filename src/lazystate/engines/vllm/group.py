@@ -38,7 +38,7 @@ class Group:
 
     def cursors(self) -> Tensor:
         """Int32 [pages, CURSOR], see `place_kernel`."""
-        cursors = self._page.cursors(self._layers[0].kv_cache)
+        cursors = self._layers[0].parts()["cursor"]
         if self._viewed and self._known != cursors.data_ptr():
             self._known = cursors.data_ptr()
             for layer in self._layers:  # what views bring to the device no graph can bring

@@ -68,7 +68,7 @@ class ReplayKimiDelta(Paged, KimiGatedDeltaNetAttention):
         assert self.page is not None
         spec = self.page.spec
         convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        rings = self.page.conv(self.kv_cache).chunk(3, -1)
+        rings = self.parts()["conv"].chunk(3, -1)
         q, k, v = (
             self.convolved(rows, x, conv.weight, conv.bias, ring).unflatten(
                 -1, (spec.heads, spec.key_dim)

@@ -55,47 +55,54 @@ class Page:
     parts: tuple[Part, ...]
 
     @property
+    def stated(self) -> tuple[Part, ...]:
+        """The parts as a layer states them to vLLM, which copies them one by one: what is behind
+        the state is one of bytes.
+        """
+        end = 1 + [part.name for part in self.parts].index("state")
+        rest = sum(part.nbytes for part in self.parts[end:])
+        return (*self.parts[:end], Part("rest", (rest,), torch.uint8))
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the parts, as a layer of vLLM states them."""
-        return tuple(part.shape for part in self.parts)
+        """Of the parts that are stated."""
+        return tuple(part.shape for part in self.stated)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the parts, as a layer of vLLM states them."""
-        return tuple(part.dtype for part in self.parts)
+        """Of the parts that are stated."""
+        return tuple(part.dtype for part in self.stated)
 
     @property
     def records(self) -> int:
         """R, positions of a ring."""
         return self.window + self.tokens
 
-    def cursors(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The part by which a page says where its sequence stands: int32 [blocks, CURSOR]."""
-        return self.named(tensors)["cursor"]
-
-    def conv(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The ring of the convolution's inputs: [blocks, width - 1 + drafts, C]."""
-        return self.named(tensors)["conv"]
-
-    def prefilled(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """What vLLM's prefill reads and writes: the last width - 1 inputs, and the state."""
-        return self.conv(tensors)[:, self.tokens - 1 :], self.named(tensors)["state"]
-
     def named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The parts by name."""
-        return {part.name: x for part, x in zip(self.parts, tensors, strict=True)}
+        """All parts by name. tensors: of those that are stated, [blocks, ...]."""
+        *before, rest = tensors
+        found = {part.name: x for part, x in zip(self.parts, before, strict=False)}
+        offset = 0
+        for part in self.parts[len(before) :]:
+            bytes_of = rest[:, offset : offset + part.nbytes]
+            found[part.name] = bytes_of.view(part.dtype).unflatten(1, part.shape)
+            offset += part.nbytes
+        return found
 
-    def pool(self, tensors: Sequence[Tensor], layer: int, device: int = 0) -> Pool:
+    def prefilled(self, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What vLLM's prefill reads and writes: the last width - 1 inputs, and the state."""
+        return parts["conv"][:, self.tokens - 1 :], parts["state"]
+
+    def pool(self, by_name: dict[str, Tensor], layer: int, device: int = 0) -> Pool:
         """The pages of one layer as a pool: a slot is a block, and slots are a page apart.
 
         Args:
-            tensors: of all parts, each [blocks, ...] and dense behind the block.
+            by_name: all parts, each [blocks, ...] and dense behind the block.
             layer: its number in the model. device: which of those that share the layer's heads.
 
         Raises:
             ValueError: for a layer that the calibration of a sketch lacks.
         """
-        by_name = self.named(tensors)
         storage = self.storage
         key = (storage.seed, layer) if storage.rounding == "stochastic" else None
         form = storage.checkpoint

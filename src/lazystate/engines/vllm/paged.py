@@ -41,7 +41,7 @@ class Paged:
     backend: ClassVar[type]
     prefix: str
     kv_cache: Sequence[Tensor]
-    _pool: Pool | None = None
+    _known: tuple[Any, tuple[dict[str, Tensor], Pool]] | None = None  # by where pages are
 
     def ask_for_page(self) -> None:
         """Keep the page that the engine's configuration asks for; once vLLM's constructor is done.
@@ -84,13 +84,21 @@ class Paged:
 
     def pool(self) -> Pool:
         """The layer's pages as vLLM has bound them last."""
-        assert self.page is not None
-        state = self.page.named(self.kv_cache)["state"]
-        known = None if self._pool is None else self._pool.checkpoint
-        if known is None or (known.data_ptr(), known.shape) != (state.data_ptr(), state.shape):
-            self._pool = self.page.pool(self.kv_cache, self._number(), device_of())
-        assert self._pool is not None
-        return self._pool
+        return self._bound()[1]
+
+    def parts(self) -> dict[str, Tensor]:
+        """The parts of these pages by name."""
+        return self._bound()[0]
+
+    def _bound(self) -> tuple[dict[str, Tensor], Pool]:
+        first = self.kv_cache[0]
+        pages = first.data_ptr(), first.shape
+        if self._known is None or self._known[0] != pages:
+            assert self.page is not None
+            parts = self.page.named(self.kv_cache)
+            pool = self.page.pool(parts, self._number(), device_of())
+            self._known = pages, (parts, pool)
+        return self._known[1]
 
     def _number(self) -> int:
         found = re.search(r"\d+", self.prefix)
@@ -112,16 +120,16 @@ class Paged:
 
         assert self.page is not None
         metadata: Any = get_forward_context().attn_metadata
-        parts, window = self.kv_cache, self.page.prefilled(self.kv_cache)
+        parts = self.parts()
+        states = self.page.prefilled(parts)
         if own.settling is not None:
-            conv = self.page.conv(parts)
             settle(self.pool(), own.settling)
-            turn(conv, own.settling, window[0].shape[1] + 1)
-        self.kv_cache, metadata[self.prefix] = window, own.prefill
+            turn(parts["conv"], own.settling, states[0].shape[1] + 1)
+        bound, self.kv_cache, metadata[self.prefix] = self.kv_cache, states, own.prefill
         try:
             yield
         finally:
-            self.kv_cache, metadata[self.prefix] = parts, own
+            self.kv_cache, metadata[self.prefix] = bound, own
 
     def convolved(
         self,
@@ -139,6 +147,5 @@ class Paged:
         Returns:
             [1, tokens, C].
         """
-        assert self.page is not None
-        ring = self.page.conv(self.kv_cache) if ring is None else ring
+        ring = self.parts()["conv"] if ring is None else ring
         return convolve_ring(ring, rows, x.unsqueeze(0), weight.flatten(1), bias, silu=True)
