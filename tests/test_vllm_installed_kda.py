@@ -28,8 +28,8 @@ from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import page_of
 from lazystate.engines.vllm.support import version_of
 from samples import slots
+from serving_model import bound
 from test_vllm_installed import common_of
-from test_vllm_page import bound
 from tolerance import error
 from tolerance import outputs as output_bound
 
@@ -86,7 +86,7 @@ def layer_of(made: Any, lower_bound: float | None) -> Any:
     layer = made.__new__(made)
     torch.nn.Module.__init__(layer)
     layer.page = page_of("kda", shapes, (torch.float32,) * 2, torch.float32, Options(window=4))
-    layer.kv_cache, layer.prefix = bound(layer.page), "model.layers.2.self_attn"
+    layer.kv_cache, layer.prefix = bound(layer.page, BLOCKS, "cpu"), "model.layers.2.self_attn"
     weight = torch.randn(3 * HEADS * K, 1, WIDTH) / 2
     layer.conv1d = SimpleNamespace(weight=weight, bias=None)
     for x, part in zip("qkv", weight.chunk(3), strict=True):
