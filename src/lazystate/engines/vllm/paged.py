@@ -41,7 +41,9 @@ class Paged:
     backend: ClassVar[type]
     prefix: str
     kv_cache: Sequence[Tensor]
-    _known: tuple[Any, tuple[dict[str, Tensor], Pool]] | None = None  # by where pages are
+    _pages: object = None  # where those are that the next two are made of
+    _parts: dict[str, Tensor]
+    _pool: Pool | None = None
 
     def ask_for_page(self) -> None:
         """Keep the page that the engine's configuration asks for; once vLLM's constructor is done.
@@ -82,23 +84,22 @@ class Paged:
         finally:
             self.page = page
 
-    def pool(self) -> Pool:
-        """The layer's pages as vLLM has bound them last."""
-        return self._bound()[1]
-
     def parts(self) -> dict[str, Tensor]:
-        """The parts of these pages by name."""
-        return self._bound()[0]
-
-    def _bound(self) -> tuple[dict[str, Tensor], Pool]:
+        """The parts of the layer's pages by name, as vLLM has bound them last."""
         first = self.kv_cache[0]
         pages = first.data_ptr(), first.shape
-        if self._known is None or self._known[0] != pages:
+        if self._pages != pages:
             assert self.page is not None
-            parts = self.page.named(self.kv_cache)
-            pool = self.page.pool(parts, self._number(), device_of())
-            self._known = pages, (parts, pool)
-        return self._known[1]
+            self._pages, self._parts, self._pool = pages, self.page.named(self.kv_cache), None
+        return self._parts
+
+    def pool(self) -> Pool:
+        """The same pages as a pool."""
+        parts = self.parts()
+        if self._pool is None:
+            assert self.page is not None
+            self._pool = self.page.pool(parts, self._number(), device_of())
+        return self._pool
 
     def _number(self) -> int:
         found = re.search(r"\d+", self.prefix)
