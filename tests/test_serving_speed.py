@@ -184,6 +184,81 @@ def test_times_come_before_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
+def test_a_process_writes_a_line_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the driver's specification to rows that the driver knows as done."""
+
+    def engine(folder: Path, settings: dict, options: dict | None) -> Decoding:
+        assert folder.name == "Qwen3.5-4B" and options == {} and settings["max_num_seqs"] == 8
+        made = Decoding(99)
+        made.start_s, made.fits = 1.0, lambda: 9.5  # pyright: ignore
+        return made
+
+    def profiled(case: timed.Timed) -> dict:
+        return {"bench": "serving_breakdown", "batch": len(case.lengths)}
+
+    words = ["Qwen3.5-4B", "--version", "0.33", "--batches", "2", "8", "--out", "x"]
+    arguments, load = speed.options().parse_args(words), Load((2, 8))
+    folder = tmp_path / "Qwen3.5-4B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPES[folder.name]))
+    job = speed.Job(folder.name, METHODS["exact"], (2, 8), (2, 8))
+    (tmp_path / "spec").write_text(json.dumps(speed.specification(arguments, load, job, folder)))
+    monkeypatch.setattr(timed, "Engine", engine)
+    monkeypatch.setattr(timed, "breakdown_row", profiled)
+    monkeypatch.setattr(timed, "stand_before_the_cache", int)
+    monkeypatch.setattr(timed, "ENVIRONMENT", {})
+    monkeypatch.setattr(sys, "argv", ["timed", str(tmp_path / "spec"), str(tmp_path / "out"), "1"])
+    timed.main()
+    rows = speed.lines(tmp_path / "out")
+    assert [(row["bench"][8:], row["batch"]) for row in rows] == [
+        ("step", 2),
+        ("step", 8),
+        ("breakdown", 8),
+        ("breakdown", 2),
+    ]
+    assert all(row["fits"] == 9.5 and row["window"] == 16 for row in rows)
+    left, _ = speed.jobs(arguments, load, {folder.name: folder}, rows)
+    assert [each.name for each in left] == ["Qwen3.5-4B-stock"]
+
+
+def test_the_cache_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte says that the engine stands there; it goes on after a line."""
+    told = []
+
+    class Executor:
+        def initialize_from_config(self, configs: list) -> str:
+            told.append("cache")
+            return f"{configs}"
+
+    class Input:
+        def readline(self) -> str:
+            told.append("line")
+            return "go"
+
+    module = type(sys)("vllm.v1.executor")
+    module.Executor = Executor  # pyright: ignore
+    for name in ("vllm", "vllm.v1"):
+        monkeypatch.setitem(sys.modules, name, type(sys)(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor", module)
+    monkeypatch.setattr(sys, "stdin", Input())
+    ours, theirs = os.pipe()
+    timed.stand_before_the_cache(theirs)
+    assert Executor().initialize_from_config([1]) == "[1]"
+    assert told == ["line", "cache"] and os.read(ours, 1) == b"r"
+
+
+def test_what_is_asked_of_vllm_is_there() -> None:
+    """In an installed vLLM: where an engine waits, how it counts requests, what it tells."""
+    reason = "vLLM is not installed: this looks at its classes"
+    engine = pytest.importorskip("vllm.v1.engine.llm_engine", reason=reason, exc_type=ImportError)
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.executor import Executor
+
+    assert callable(Executor.initialize_from_config) and RequestOutputKind.DELTA
+    for name in ("add_request", "abort_request", "step", "has_unfinished_requests"):
+        assert callable(getattr(engine.LLMEngine, name))
+
+
 ENGINE = """
 import json, os, sys
 spec = json.load(open(sys.argv[1]))
