@@ -107,7 +107,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--cycles", type=int, default=Load.cycles, help=f"of {CYCLE} steps")
     parser.add_argument("--drafts", type=int, default=0, help="of n-gram lookup, a step")
     parser.add_argument("--accepted", type=float, default=1.0, help="mean tokens a step kept")
-    parser.add_argument("--cache-gib", type=int, default=78, help="GiB of cache of an engine")
+    parser.add_argument("--cache-gib", type=int, default=84, help="GiB of cache of an engine")
     parser.add_argument("--side", type=int, default=4, help="engines that start side by side")
     parser.add_argument("--limit", type=float, default=150, help="seconds of timing one engine")
     parser.add_argument("--minutes", type=float, default=9, help="time nothing after them")
