@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -57,7 +59,7 @@ def step(
     elif beta is not None:
         u = u * beta.transpose(1, 2).unsqueeze(3)
     append(pool, rows, k, v, u, log_decay, beta)
-    out = known + (u * scores if tokens == 1 else product(scores.mT, u))
+    out = known + (u * scores if tokens == 1 else causal(scores.mT, u))
     return out.transpose(1, 2)
 
 
@@ -134,6 +136,17 @@ def solve(residual: Tensor, scores: Tensor, beta: Tensor) -> Tensor:
         return right
     system = scores * strength
     return torch.linalg.solve_triangular(system, right, upper=True, left=False, unitriangular=True)
+
+
+def causal(scores: Tensor, u: Tensor) -> Tensor:
+    """The product of lower triangular scores [.., T, T] with u [.., T, V].
+
+    What is not finite in one token would reach earlier ones, as nothing times NaN is NaN: it is
+    left out, and shows from its token on.
+    """
+    broken = ~u.isfinite()
+    out = product(scores, u.masked_fill(broken, 0))
+    return out.masked_fill(broken.cumsum(2) > 0, math.nan)
 
 
 def append(
