@@ -149,7 +149,7 @@ def serving() -> Figure | None:
             axis.bar(names, taken, 0.6, below, color=colour, label=group)
             below = [low + more for low, more in zip(below, taken, strict=True)]
         axis.set_title(f"{model}, vLLM {version}, ms a step", fontsize=9)
-        axis.tick_params(axis="x", labelsize=7)
+        axis.tick_params(axis="x", labelsize=7, rotation=20)
     axes[0][0].legend(fontsize=7)
     return _titled(figure, record)
 
