@@ -24,6 +24,8 @@ def setup_of(vllm_config: Any) -> Setup:
         architectures=tuple(vllm_config.model_config.architectures),
         draft_tokens=0 if drafts is None else drafts.num_speculative_tokens,
         prefix_caching=bool(cache.enable_prefix_caching),
+        cache_mode=cache.mamba_cache_mode,
+        second_runner=vllm_config.use_v2_model_runner,
         kv_connector=vllm_config.kv_transfer_config is not None,
         stock_replay=getattr(cache, "use_replayssm", False),
         conv_dim_first=is_conv_state_dim_first(),

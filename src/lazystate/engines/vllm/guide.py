@@ -59,6 +59,8 @@ def refused(version: Version) -> str:
         (version.architectures[0].name,),
         draft_tokens=16,
         prefix_caching=True,
+        cache_mode="all",
+        second_runner=False,
         kv_connector=True,
         stock_replay=True,
         conv_dim_first=True,

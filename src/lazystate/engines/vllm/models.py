@@ -6,13 +6,17 @@ before its layers are made, so that they are replaced then.
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from vllm import __version__
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.registry import _VLLM_MODELS
 
 from lazystate.engines.vllm.asked import page_asked
+from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.plugin import replace_layers
 from lazystate.engines.vllm.support import version_of
 
@@ -33,6 +37,14 @@ def __getattr__(name: str) -> type:
 
 def _paged(stock: Any) -> type:
     class Paged(stock):
+        @wraps(stock.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            vllm_config = get_current_vllm_config()
+            if Options.of(vllm_config.additional_config) is not None:
+                count = len(self.get_mamba_state_shape_from_config(vllm_config))
+                _copied_whole(self, count)
+
         @classmethod
         def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> Any:
             shapes = super().get_mamba_state_shape_from_config(vllm_config)
@@ -50,3 +62,20 @@ def _paged(stock: Any) -> type:
     Paged.__name__ = stock.__name__
     Paged.__qualname__ = stock.__qualname__
     return Paged
+
+
+def _copied_whole(model: Any, parts: int) -> None:
+    """Have vLLM copy all parts of a page as they are, and leave drafts to the pages.
+
+    It asks the model itself, not its class: without lazystate these stay vLLM's.
+    """
+    funcs = (get_temporal_copy_spec,) * parts
+    model.get_mamba_state_copy_func = lambda: funcs
+    model.get_mamba_state_copy_funcs = lambda types: dict.fromkeys(types, funcs)
+    model.get_model_state_cls = _model_state
+
+
+def _model_state() -> type:
+    from lazystate.engines.vllm.model_state import ReplayModelState  # imports the runner
+
+    return ReplayModelState

@@ -28,7 +28,7 @@ class Options:
         view: format of a smaller copy that most steps read, or "sketch"; None for no copy.
         calibration: of a sketch: the file, or a shipped model's name. mean_rank: of its heads.
         rounding, seed: into a checkpoint narrower than FP32. What is drawn depends on seed, layer,
-            head, block of the cache, and how often the block was written.
+            head, block of the cache, and how many tokens the state is of.
         fold: "raw" or "cached".
 
     Raises:

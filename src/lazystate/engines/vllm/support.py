@@ -84,6 +84,8 @@ class Setup:
         version: vLLM's. architectures: of the model's config.json.
         draft_tokens: of speculative decoding, 0 without.
         prefix_caching: whether states of recurrent layers are kept for later prompts.
+        cache_mode: which of them, vLLM's `--mamba-cache-mode`.
+        second_runner: whether the engine runs vLLM's Model Runner V2.
         kv_connector: whether states move between engines.
         stock_replay: whether vLLM's own `--use-replayssm` is on.
         conv_dim_first: whether the convolution's state is kept with channels first.
@@ -93,6 +95,8 @@ class Setup:
     architectures: tuple[str, ...]
     draft_tokens: int = 0
     prefix_caching: bool = False
+    cache_mode: str = "none"
+    second_runner: bool = True
     kv_connector: bool = False
     stock_replay: bool = False
     conv_dim_first: bool = False
@@ -145,8 +149,8 @@ _FEATURES = (
     Feature(STANDARD),
     Feature(GRAPHS),
     Feature(PARALLEL),
-    Feature(SPECULATIVE, "the adapters do not handle drafts yet: leave out --speculative-config"),
-    Feature(PREFIX, "the adapters do not copy rings yet: --no-enable-prefix-caching"),
+    Feature(SPECULATIVE),
+    Feature(PREFIX),
     Feature(CONNECTOR, "the adapters do not hand rings over yet: leave out --kv-transfer-config"),
     Feature(VIEWS),
     Feature(SKETCH),
@@ -190,6 +194,13 @@ def refusals(setup: Setup, options: Options) -> list[str]:
         )
     if setup.draft_tokens > 15:
         reasons.append(f"drafts of a step must be at most 15, got {setup.draft_tokens}")
+    if setup.cache_mode == "all":
+        reasons.append("states inside of a prefill are not kept: --mamba-cache-mode align")
+    if setup.draft_tokens > 0 and setup.prefix_caching and not setup.second_runner:
+        reasons.append(
+            "drafts together with prefix caching need vLLM's Model Runner V2: "
+            "VLLM_USE_V2_MODEL_RUNNER=1, or --no-enable-prefix-caching"
+        )
     if setup.stock_replay:
         reasons.append("--use-replayssm is vLLM's own replay: leave out one of the two")
     if setup.conv_dim_first:
