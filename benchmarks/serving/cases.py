@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Traffic = Literal["together", "eights", "arrivals", "shared", "sizes", "short"]
+Traffic = Literal["together", "eights", "arrivals", "shared", "turns", "sizes", "short"]
 PROMPTS, TOKENS = 64, 256
 LONGEST = 1024  # tokens of a prompt and its continuation
-DRAFTS = 4
+DRAFTS, MOST_DRAFTS = 4, 15
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Case:
         traffic: in this order, each with the same prompts where it says so:
             together: 64 prompts at once. eights: the same, eight at a time.
             arrivals: the same, at random steps. shared: 64 prompts that share their beginnings,
-            twice over. sizes: 1, 2, 4 ... 256 requests. short: 10,000 requests of a few tokens.
+            twice over. turns: the same as together, then every text continued by a few words and
+            sent again. sizes: 1, 2, 4 ... 256 requests. short: 10,000 requests of a few tokens.
         graphs: CUDA graphs and torch.compile; else eager.
         drafts: of n-gram lookup, a step.
         caching: of prefixes. blocks: of the cache, 0 for what fits. budget: tokens a step.
@@ -79,7 +80,9 @@ def cases(kind: str) -> list[Case]:
         Case("bf16", "bfloat16", ("together", "eights")),
         Case("eager", fine, graphs=False),
         Case("ngram", fine, ("together", "arrivals"), drafts=DRAFTS),
-        Case("prefixes", fine, ("together", "shared"), caching=True),
+        Case("ngram-most", fine, ("together",), drafts=MOST_DRAFTS),
+        Case("prefixes", fine, ("together", "shared", "turns"), caching=True),
+        Case("prefixes-ngram", fine, ("turns", "shared"), drafts=DRAFTS, caching=True),
         Case("preemption", fine, ("together",), blocks=PREEMPTING[kind]),
         Case("chunked", fine, ("together", "arrivals"), budget=CHUNK[kind]),
         *(Case(f"views-{name}", fine, options=given) for name, given in views(kind).items()),

@@ -42,6 +42,15 @@ def shared(engine: Engine, text: list[int], case: Case) -> dict[str, Any]:
     return _joined(parts)
 
 
+def turns(engine: Engine, text: list[int], case: Case) -> dict[str, Any]:
+    """All prompts at once, then each with its continuation and a few more tokens of the text."""
+    first = [Request(each, TOKENS) for each in various(text)]
+    parts = [_served(engine, first, case)]
+    more = [text[8 * row : 8 * row + 1 + row % 8] for row in range(len(first))]
+    second = [Request(r.prompt + r.tokens + end, 64) for r, end in zip(first, more, strict=True)]
+    return _joined([*parts, _served(engine, second, case)])
+
+
 def sizes(engine: Engine, text: list[int], case: Case) -> dict[str, Any]:
     """1, 2, 4 ... 256 requests at once, 32 tokens each."""
     prompts = various(text, 256)
@@ -63,6 +72,7 @@ TRAFFIC = {
     "eights": eights,
     "arrivals": arrivals,
     "shared": shared,
+    "turns": turns,
     "sizes": sizes,
     "short": many,
 }
