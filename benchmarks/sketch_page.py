@@ -19,7 +19,7 @@ from typing import Any
 
 from low_precision_tables import head, line
 from page import ROOT, write
-from sketch_rows import ABSENT, MODELS, Evidence, Row, cell, kept, span, verdict
+from sketch_rows import ABSENT, MODELS, Evidence, Row, cell, kept, record, span, verdict
 
 PAGE = ROOT / "docs" / "sketch.md"
 PLOTS = ROOT / "docs" / "plots"
@@ -274,6 +274,31 @@ def tasks_table(found: Evidence) -> str:
     )
 
 
+def text_table(found: Evidence) -> str:
+    """Recall and KL by the text of the calibration, from benchmarks/sketch_text.py."""
+    del found
+    about = record("sketch_text")
+    if about is None:
+        return "Not measured yet: `python benchmarks/sketch_text.py`.\n"
+    rows = sorted(about["rows"], key=lambda row: MODELS.index(row["model"]))
+    whole = {row["model"]: _recalled(row) for row in rows if row["config"] == "fp32"}
+    names = [*rows[0]["recall"], "all four", "of fp32's"]
+    out = head("model", "configuration", "calibrated on", *names, "KL")
+    for row in rows:
+        mean, exact = _recalled(row), whole[row["model"]]
+        shares = (*row["recall"].values(), mean, mean / exact if exact else math.nan)
+        cells = (f"{share:.2f}" for share in shares)
+        out += line(row["model"], row["config"], row["text"], *cells, cell(row))
+    lacking = [model for model in MODELS if model not in whole]
+    where = "a CPU, one thread" if about["device"] == "cpu" else about["device"]
+    return out + (
+        f"\n{about['examples']} examples of a task, contexts of {about['context']} tokens; KL at "
+        f"N = {about['tokens']}, {about['streams']} pages; torch {about['torch']}, {where}."
+        + (f" Not measured yet: {', '.join(lacking)}." if lacking else "")
+        + "\n"
+    )
+
+
 def _recalled(row: Row) -> float:
     return statistics.mean(row["recall"].values())
 
@@ -314,6 +339,7 @@ TABLES: dict[str, Callable[[Evidence], str]] = {
     "changed": changed_table,
     "length": length_table,
     "tasks": tasks_table,
+    "text": text_table,
     "prediction": prediction_table,
 }
 

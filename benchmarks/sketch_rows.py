@@ -133,12 +133,17 @@ class Evidence:
         return [row for key, row in self.rows.items() if key[:2] == (model, "main")]
 
 
-def kept() -> Evidence:
-    """The run that the page is of: a GPU's where there is one, else a CPU's."""
-    paths = {path.parent.name: path for path in sorted(RESULTS.glob("*/sketch.json"))}
-    gpus = [path for name, path in paths.items() if name != "cpu"]
+def record(name: str) -> dict[str, Any] | None:
+    """A file of results: a GPU's where there is one, else a CPU's."""
+    paths = {path.parent.name: path for path in sorted(RESULTS.glob(f"*/{name}.json"))}
+    gpus = [path for folder, path in paths.items() if folder != "cpu"]
     path = gpus[0] if gpus else paths.get("cpu")
-    return Evidence(None if path is None else json.loads(path.read_text("utf8")))
+    return None if path is None else json.loads(path.read_text("utf8"))
+
+
+def kept() -> Evidence:
+    """The run that the page is of."""
+    return Evidence(record("sketch"))
 
 
 def cell(point: Row) -> str:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import sketch
 import sketch_page
 import sketch_rows
+import sketch_text
 from sketch_rows import Evidence, Ratio, ratio, verdict
 
 PAGE = (ROOT / "docs" / "sketch.md").read_text("utf8")
@@ -103,7 +104,7 @@ def test_calibrations_are_not_of_the_evaluated_books() -> None:
 def test_every_table_has_all_that_is_measured() -> None:
     """A whole record fills every table; one model's absence is said."""
     found = Evidence(everything())
-    tables = {name: table(found) for name, table in sketch_page.TABLES.items()}
+    tables = {name: table(found) for name, table in sketch_page.TABLES.items() if name != "text"}
     for name, text in tables.items():
         assert text.count("\n") >= 3 and sketch_rows.ABSENT not in text, name
     assert "Not measured yet: kda, mamba2." in tables["ranks"]
@@ -111,15 +112,36 @@ def test_every_table_has_all_that_is_measured() -> None:
     assert "| gdn | sketch 2 | 0.50 | - | 0.25 | -0.50 |" in tables["prediction"]
 
 
-def test_what_is_not_measured_is_said() -> None:
+def test_what_is_not_measured_is_said(monkeypatch) -> None:
     """Without a run, and with one that has only begun."""
-    static = {"costs", "layout", "retained"}
+    monkeypatch.setattr(sketch_page, "record", lambda _: None)
+    static = {"costs", "layout", "retained", "text"}
     for name, table in sketch_page.TABLES.items():
         assert (table(Evidence(None)) == sketch_page.NOT_YET) == (name not in static)
         table(Evidence({**ABOUT, "runs": made_up({"fp32": 1e-12, "sketch 4": 0.5})}))
     begun = Evidence({**ABOUT, "runs": made_up({"sketch 4": 0.5})})
     assert sketch_rows.ABSENT in sketch_page.findings_table(begun)
     assert begun.models == ["gdn"] and begun.ratio("gdn", "sketch 4", "exact map") is None
+
+
+def test_calibration_texts_differ_in_their_facts_only(monkeypatch) -> None:
+    """All prose is in both; facts have other names than the tasks'; their table has all rows."""
+    prose = sketch_text.prose()
+    mixed = sketch_text.with_facts(prose)
+    assert [each for each in mixed if each in set(prose)] == prose
+    facts = [each for each in mixed if each.startswith("The code for the ")]
+    asked = [each for each in mixed if each.startswith("What is the code for the ")]
+    assert len(facts) + len(asked) + len(prose) == len(mixed) and len(asked) > len(facts) / 3
+    for words in ("COLOURS", "THINGS"):
+        ours, theirs = (getattr(each, words).split() for each in (sketch_text, sketch.retrieval))
+        assert not set(ours) & set(theirs)
+    row = {"model": "kda", "recall": dict.fromkeys("abcd", 0.5), "kl": 0.1, "standard_error": 0.01}
+    rows = [{**row, "config": "fp32", "text": "-"}, {**row, "config": "sketch 4", "text": "prose"}]
+    about = {**ABOUT, "tokens": 64, "rows": rows}
+    monkeypatch.setattr(sketch_page, "record", lambda _: about)
+    text = sketch_page.text_table(Evidence(None))
+    assert "| kda | sketch 4 | prose | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 1.00 | 1.0e-01" in text
+    assert "Not measured yet: gdn, mamba2." in text
 
 
 def test_the_plot_carries_its_numbers(tmp_path, monkeypatch) -> None:

@@ -83,11 +83,11 @@ def calibrate(
             raise ValueError(f"--out must lie in a folder that is there, got {out}")
         written = [_read(path) for path in text]
         loaded = decoding.load(model, dtype, device)
-        pages = _pages(loaded, written, (prompts, prompt_tokens), (texts, text_tokens))
+        parts = cut_pages(loaded, written, (prompts, prompt_tokens), (texts, text_tokens))
         with _progress(quiet=number > 0) as told:
             found = run(
                 loaded.model,
-                *pages,
+                *parts,
                 Options(window, new_tokens, warmup, rank, batch=batch),
                 name=Path(model).name,
                 text=text_fingerprint(written),
@@ -108,7 +108,7 @@ def _read(path: Path) -> str:
         raise ValueError(f"--text must be a UTF-8 text, got {path}: {error}") from error
 
 
-def _pages(
+def cut_pages(
     loaded: Loaded, texts: list[str], prompts: tuple[int, int], others: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Prompts [N, P] and scored texts [M, T], evenly spread and apart: in turn along the texts."""
