@@ -86,10 +86,9 @@ def common_of(computed: list[int], new: list[int], prompt: list[bool]) -> Common
     )
 
 
-@pytest.fixture
-def builder(monkeypatch: pytest.MonkeyPatch) -> gdn.ReplayBuilder:
+def builder_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> gdn.ReplayBuilder:
     """A builder of a layer with 8 blocks on the CPU; vLLM's part of it does not need an engine."""
-    page = page_of("gdn", SHAPES, (torch.float32,) * 2, torch.float32, Options())
+    page = page_of("gdn", SHAPES, (torch.float32,) * 2, torch.float32, Options(**options))
     layer = Layer(page, 8, "cpu")
 
     def stock(self: Any, spec: Any, names: Any, config: Any, device: Any) -> None:
@@ -108,6 +107,21 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> gdn.ReplayBuilder:
     )
     spec = MambaSpec(block_size=64, shapes=SHAPES, dtypes=(torch.float32,) * 2)
     return gdn.ReplayBuilder(spec, ["a"], config, torch.device("cpu"))
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> gdn.ReplayBuilder:
+    """Of exact replay."""
+    return builder_of(monkeypatch)
+
+
+def test_prefill_of_narrow_checkpoints_is_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's part numbers them from 1; which pages they are of is beside it."""
+    narrow = builder_of(monkeypatch, checkpoint="fp8")
+    made = narrow.build(0, common_of([9, 4, 0], [1, 3, 2], [False, True, True]))
+    assert made.prefill.prefill_state_indices.tolist() == [1, 2]
+    assert made.filled is not None and made.filled.meta[:, 0].tolist() == [2, 3]
+    assert made.decoding is not None and made.decoding.meta[:, 0].tolist() == [1]
 
 
 def test_prefill_is_vllms_of_the_rows_behind_those_that_decode(builder: gdn.ReplayBuilder) -> None:

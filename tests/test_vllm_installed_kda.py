@@ -54,6 +54,11 @@ def adapter(module: str, name: str) -> Any:
         pytest.skip(f"vLLM's module of {name} needs what is not installed: {error}")
 
 
+def stock_of(made: Any) -> Any:
+    """vLLM's class that a layer takes the place of."""
+    return next(each for each in made.__mro__ if each.__module__.startswith("vllm."))
+
+
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
@@ -75,17 +80,17 @@ def test_a_model_brings_its_layers(model: str, layers: set[str]) -> None:
 def test_a_layer_overrides_what_vllm_calls_by_name(module: str, name: str, _: float) -> None:
     """vLLM gives `_forward` its arguments by keyword."""
     made = adapter(module, name)
-    stock = next(c for c in made.__mro__ if c.__module__.startswith("vllm"))
-    ours, theirs = (inspect.signature(each._forward).parameters for each in (made, stock))
+    ours, theirs = (inspect.signature(each._forward).parameters for each in (made, stock_of(made)))
     assert list(ours) == list(theirs)
 
 
-def layer_of(made: Any, lower_bound: float | None) -> Any:
+def layer_of(made: Any, lower_bound: float | None, **options: Any) -> Any:
     """A layer with random weights and pages of noise, not constructed by vLLM."""
     shapes = ((WIDTH - 1, 3 * HEADS * K), (HEADS, K, K))
     layer = made.__new__(made)
     torch.nn.Module.__init__(layer)
-    layer.page = page_of("kda", shapes, (torch.float32,) * 2, torch.float32, Options(window=4))
+    given = Options(window=4, **options)
+    layer.page = page_of("kda", shapes, (torch.float32,) * 2, torch.float32, given)
     layer.kv_cache, layer.prefix = bound(layer.page, BLOCKS, "cpu"), "model.layers.2.self_attn"
     weight = torch.randn(3 * HEADS * K, 1, WIDTH) / 2
     layer.conv1d = SimpleNamespace(weight=weight, bias=None)
@@ -114,7 +119,7 @@ def decided(group: Group, computed: list[int], new: list[int]) -> Decided:
     blocks = common.block_table_tensor[:, 0]
     made = Decided(short=short, long=long, prefill="prefill")
     if long is not None:
-        made.settling = group.prefill(spans_of(long, common, blocks))
+        made.filled = made.settling = group.prefill(spans_of(long, common, blocks))
     if short is not None:
         made.decoding = group.decode(spans_of(short, common, blocks), 1)
     return made
@@ -177,8 +182,7 @@ def test_a_layer_decodes_as_a_cache_and_leaves_prefill_to_vllm(
         conv[at], state[at] = history[: len(at)], states[: len(at)]
         given[-1].fill_(7.0)
 
-    theirs = next(c for c in made.__mro__ if c.__module__.startswith("vllm"))
-    monkeypatch.setattr(theirs, "_forward", stock)
+    monkeypatch.setattr(stock_of(made), "_forward", stock)
     context[layer.prefix] = decided(group, [0, 0], [5, 3])
     names, _ = inputs_of(layer, 8)
     layer._forward(**names)
@@ -197,6 +201,30 @@ def test_a_layer_decodes_as_a_cache_and_leaves_prefill_to_vllm(
     assert len(seen) == 2 and isinstance(context[layer.prefix], Decided)
     assert error(names["core_attn_out"][:, :1], want[:, :1]) <= bound_of_steps
     assert bool((names["core_attn_out"][:, 1:] == 7).all())
+
+
+def test_prefill_of_a_narrow_checkpoint_is_of_wide_copies(
+    context: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's layer sees dense states numbered from 1; pages have them in the format's bytes."""
+    made = adapter("kimi", "ReplayKimiDelta")
+    layer = layer_of(made, None, checkpoint="fp8", rounding="nearest")
+    group = Group([layer], 4, torch.device("cpu"))
+    states = torch.randn(2, HEADS, K, K)
+
+    def stock(self: Any, *given: Tensor, **_: Any) -> None:
+        conv, state = self.kv_cache
+        assert conv.shape[0] == 3 and state.dtype == torch.float32
+        conv[1:], state[1:] = 5.0, states
+
+    monkeypatch.setattr(stock_of(made), "_forward", stock)
+    context[layer.prefix] = decided(group, [0, 0], [5, 3])
+    layer._forward(**inputs_of(layer, 8)[0])
+    pool = layer.pool()
+    for name, part in pool.states.form.encode(states).items():
+        assert torch.equal(pool.states.parts[name][[1, 2]], part)
+    assert bool((layer.parts()["conv"][[1, 2]] == 5).all())
+    assert len(layer.kv_cache) == len(layer.page.shapes)
 
 
 def test_kimi_k3s_builder_divides_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,10 @@ def test_without_the_switch_nothing_is_configured() -> None:
         ({"windw": 8}, "no option 'windw'"),
         ({"window": 0}, "window must be 1 to 64, got 0"),
         ({"window": "16"}, "window must be an int"),
-        ({"checkpoint": "nvfp4"}, "checkpoint must be one of fp32, fp16, bf16"),
+        (
+            {"checkpoint": "int4"},
+            "fp32, fp16, bf16, fp8, nvfp4, got 'int4'",
+        ),
     ],
 )
 def test_wrong_options_are_named(given: object, says: str) -> None:

@@ -16,10 +16,12 @@ from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import ALIGN, Page, page_of
 from lazystate.engines.vllm.sketches import Sketches, sketches_of
 from lazystate.engines.vllm.support import Kind
+from lazystate.engines.vllm.widened import widened
 from lazystate.formats import FORMATS
-from lazystate.ops.pool import Pool
+from lazystate.ops.states import States
 from lazystate.ops.triton.launch import step
 from lazystate.ops.triton.settle import settle
+from lazystate.philox import state_bits
 from lazystate.sketch.calibration_file import Calibration, Origin
 from samples import slots
 from test_sketch_view import basis
@@ -81,11 +83,13 @@ def test_a_view_lies_in_the_page_aligned_and_at_its_size(view: str, tmp_path: Pa
 
 
 PROGRAMS = [
-    ("gdn", "nvfp4", "fp16"),
+    ("gdn", "nvfp4", "fp8"),
     ("mamba2", "sketch", "fp16"),
     ("gdn", "sketch", "fp32"),
     pytest.param("mamba2", "nvfp4", "fp32", marks=SLOW),
     pytest.param("gdn", "int2", "bf16", marks=SLOW),
+    pytest.param("gdn", "fp16", "nvfp4", marks=SLOW),
+    pytest.param("mamba2", "fp8", "fp8", marks=SLOW),
     pytest.param("kda", "fp8", "fp32", marks=SLOW),
     pytest.param("kda", "sketch", "fp32", marks=SLOW),
     pytest.param("kda", "bf16", "fp16", marks=SLOW),
@@ -106,8 +110,8 @@ def test_blocks_decode_as_a_cache_with_the_same_view(
     exact = cache_of(page, "torch", LAYER)
     prologue = prologue_of(kind)
     skip = torch.randn(HEADS, device=DEVICE) if kind == "mamba2" else None
-    start = torch.randn(2, *page.spec.state_shape).to(pool.checkpoint.dtype).float()
-    prefill(pool, group, start, (3, 1))
+    start = torch.randn(2, *page.spec.state_shape)
+    prefill(page, parts, group, start, (3, 1))
     for each in (cache, exact):
         load(each, start, (3, 1))
     for number in range(page.window + 3):  # the view is made, read, made again and read
@@ -126,8 +130,9 @@ def test_blocks_decode_as_a_cache_with_the_same_view(
         if number == 0:  # reads what prefill has left
             want = exact.step(exact.begin(at), 0, *inputs, skip=skip, prologue=prologue)
             assert error(out, want) <= output_bound(page.spec, page.window, torch.float32, 0)
-    for name, part in pool.view.tensors().items():
-        kept, want = part[[1, 3]], cache.export(slots(1, 3).to(DEVICE))[f"0.{name}"]
+    stored = cache.export(slots(1, 3).to(DEVICE))
+    for name, part in (pool.view.tensors() | pool.states.tensors("checkpoint")).items():
+        kept, want = part[[1, 3]], stored[f"0.{name}"]
         written = kept == kept  # nothing is behind a head's rank, where a cache has zeros
         assert torch.equal(kept[written], want[written]) and not want[~written].any(), name
 
@@ -160,14 +165,23 @@ def cache_of(page: Page, backend: str, layer: int) -> StateCache:
     return cache
 
 
-def prefill(pool: Pool, group: Group, states: Tensor, blocks: tuple[int, ...]) -> None:
+def prefill(
+    page: Page, parts: dict[str, Tensor], group: Group, states: Tensor, blocks: tuple[int, ...]
+) -> None:
     """What vLLM's prefill does to blocks: their rings are empty, and it writes their states."""
-    group.prefill(spans(list(blocks), [PROMPT] * len(blocks), PROMPT))
-    pool.checkpoint[list(blocks)] = states.to(DEVICE, pool.checkpoint.dtype)
+    rows = group.prefill(spans(list(blocks), [PROMPT] * len(blocks), PROMPT))
+    pool = page.pool(parts, LAYER)
+    if page.widened:
+        with widened(parts["conv"], pool.states, rows, page.state) as (conv, wide):
+            assert conv.shape[0] == wide.shape[0] == len(blocks) + 1
+            wide[1:] = states.to(DEVICE)
+    else:
+        pool.checkpoint[list(blocks)] = states.to(DEVICE)
 
 
 def load(cache: StateCache, states: Tensor, at: tuple[int, ...]) -> None:
     """The same states in a cache, which reads them, and makes the views, in its first step."""
+    cache._cursors.writes.fill_(PROMPT)
     cache.load(slots(*at).to(DEVICE), [states.to(DEVICE)])
     cache._cursors.limit[slots(*at).to(DEVICE)] = 0
 
@@ -179,7 +193,7 @@ def test_a_prompt_that_goes_on_finds_the_exact_state_and_gets_a_new_view(tmp_pat
     pool, prologue = page.pool(parts, LAYER), prologue_of("gdn")
     exact = StateCache(page.spec, BLOCKS, window=page.window, device=DEVICE, backend="torch")
     start = torch.randn(1, *page.spec.state_shape)
-    prefill(pool, group, start, (2,))
+    prefill(page, parts, group, start, (2,))
     exact.load(slots(2).to(DEVICE), [start])
     for number in range(3):
         inputs = raw_inputs(1, "gdn")
@@ -206,6 +220,29 @@ def test_a_prompt_that_goes_on_finds_the_exact_state_and_gets_a_new_view(tmp_pat
     kept = FORMATS["int2"].encode(written[None])
     for name, part in kept.items():
         assert torch.equal(pool.view.states.parts[name][[2]], part)
+
+
+@pytest.mark.parametrize("checkpoint", ["fp8", "nvfp4", "fp16"])
+def test_a_prefill_in_chunks_finds_what_it_has_left(checkpoint: str) -> None:
+    """Wide copies are of the pages' states and inputs; what is written is rounded once."""
+    page = small(kind="gdn", checkpoint=checkpoint, seed=5)
+    group, parts = group_of(page)
+    pool = page.pool(parts, LAYER)
+    states, conv = torch.randn(2, *page.spec.state_shape), parts["conv"]
+    exact = States(pool.states.form, pool.states.shape, pool.states.parts, (5, LAYER))
+    for end in (PROMPT, 2 * PROMPT):
+        rows = group.prefill(spans([2, 4], [end] * 2, PROMPT))
+        with widened(conv, pool.states, rows, page.state) as (inputs, wide):
+            assert wide.dtype == torch.float32
+            if end > PROMPT:
+                kept = exact.read(torch.tensor([2, 4], device=DEVICE))
+                assert torch.equal(wide[1:], kept) and bool((inputs[1:] == PROMPT).all())
+            wide[1:], inputs[1:] = end * states.to(DEVICE), end
+        assert bool((conv[[2, 4]] == end).all())
+        bits = state_bits((5, LAYER), torch.tensor([2, 4]), torch.tensor([end] * 2), exact.shape)
+        want = exact.form.encode(end * states, bits)
+        for name, part in want.items():
+            assert torch.equal(exact.parts[name][[2, 4]].cpu(), part)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

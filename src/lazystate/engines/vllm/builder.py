@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from lazystate.engines.vllm.batch import Part, divide, only, spans_of
 from lazystate.engines.vllm.group import Group
+from lazystate.engines.vllm.widened import numbered
 from lazystate.ops.triton.cursors import Rows
 
 
@@ -23,13 +24,15 @@ class Decided:
 
     Attributes:
         short: rows that go through checkpoint and ring. decoding: what they do.
-        long: rows of a prefill. settling: what is done before it; None where nothing is.
+        long: rows of a prefill. filled: their pages. settling: what is done before it; None where
+            nothing is.
         prefill: vLLM's metadata of these rows alone.
     """
 
     short: Part | None = None
     decoding: Rows | None = None
     long: Part | None = None
+    filled: Rows | None = None
     settling: Rows | None = None
     prefill: Any = None
 
@@ -55,19 +58,23 @@ class Deciding:
         layers = [context[name] for name in layer_names]
         most = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
         self._group, self._device = Group(layers, most, device), device
-        self._tokens: int = layers[0].page.tokens
+        page = layers[0].page
+        self._tokens: int = page.tokens
+        self._widened: bool = page.widened
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *_: Any, **__: Any) -> Any:
         """What is decided of a batch; drafts and acceptance, the other arguments, do not matter."""
         common = common_attn_metadata
         short, long = divide(common.query_start_loc_cpu, self._tokens, self._device)
         blocks = self._blocks(common)
-        decoding = settling = prefill = None
+        decoding = filled = settling = prefill = None
         if long is not None:
-            rows = self._group.prefill(spans_of(long, common, blocks))
+            filled = self._group.prefill(spans_of(long, common, blocks))
             if bool((common.seq_lens_cpu_upper_bound[long.rows] > long.lengths).any()):
-                settling = rows
-            prefill = super().build(common_prefix_len, only(long, common))  # type: ignore[misc]
+                settling = filled
+            behind = only(long, common)
+            behind = numbered(behind) if self._widened else behind
+            prefill = super().build(common_prefix_len, behind)  # type: ignore[misc]
         if short is not None:
             longest = int(short.lengths.max())
             if long is None:  # a graph is captured for more than its first batch has
@@ -80,6 +87,7 @@ class Deciding:
             short=short,
             decoding=decoding,
             long=long,
+            filled=filled,
             settling=settling,
             prefill=prefill,
         )

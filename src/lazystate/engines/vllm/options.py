@@ -13,7 +13,7 @@ from lazystate.ops import Fold, Storage
 from lazystate.spec import LayerSpec
 
 KEY = "lazystate"  # in vLLM's additional_config
-CHECKPOINTS = ("fp32", "fp16", "bf16")
+CHECKPOINTS = ("fp32", "fp16", "bf16", "fp8", "nvfp4")
 SKETCH = "sketch"
 
 
@@ -23,8 +23,9 @@ class Options:
 
     Attributes:
         window: L, tokens between two folds of a state.
-        checkpoint: format of the states after a fold, "fp32", "fp16" or "bf16"; None for what
-            vLLM's own `--mamba-ssm-cache-dtype` says.
+        checkpoint: format of the states after a fold, "fp32", "fp16", "bf16", "fp8" or "nvfp4";
+            None for what vLLM's own `--mamba-ssm-cache-dtype` says. In another one, states are
+            widened before and rounded after every chunk of a prefill.
         view: format of a smaller copy that most steps read, or "sketch"; None for no copy.
         calibration: of a sketch: the file, or a shipped model's name. mean_rank: of its heads.
         rounding, seed: into a checkpoint narrower than FP32. What is drawn depends on seed, layer,
@@ -32,8 +33,8 @@ class Options:
         fold: "raw" or "cached".
 
     Raises:
-        ValueError: for a value out of range, a checkpoint that vLLM does not write, a sketch
-            without a calibration or the other way round.
+        ValueError: for a value out of range, or a sketch without a calibration or the other way
+            round.
     """
 
     window: int = 16
@@ -51,8 +52,7 @@ class Options:
             raise ValueError(f"window must be 1 to 64, got {self.window}")
         if self.checkpoint not in (None, *CHECKPOINTS):
             raise ValueError(
-                f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}: "
-                "vLLM writes it in prefill"
+                f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}"
             )
         if self.view not in (None, SKETCH):
             named("view", self.view, (*VIEWS, SKETCH))

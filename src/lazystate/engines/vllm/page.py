@@ -46,6 +46,7 @@ class Page:
         spec: of the layer on this device, its heads divided. window: L. storage: of its states.
         tokens: T, most tokens of a step that is no prefill.
         parts: in order; "conv" and "state" are those of vLLM's own layer.
+        state: dtype of the state in vLLM's own layer, which prefill reads and writes.
     """
 
     spec: LayerSpec
@@ -53,6 +54,13 @@ class Page:
     tokens: int
     storage: Storage
     parts: tuple[Part, ...]
+    state: torch.dtype
+
+    @property
+    def widened(self) -> bool:
+        """Whether checkpoints are not what vLLM's prefill reads and writes."""
+        form = self.storage.checkpoint
+        return not form.dense or form.dtype != self.state
 
     @property
     def stated(self) -> tuple[Part, ...]:
@@ -106,7 +114,8 @@ class Page:
         storage = self.storage
         key = (storage.seed, layer) if storage.rounding == "stochastic" else None
         form = storage.checkpoint
-        parts = {"elements": by_name["state"]}
+        names = form.shapes(self.spec.value_dim, self.spec.key_dim)
+        parts = {name: by_name[_stated(name)] for name in names}
         states = States(form, self.spec.state_shape, parts, key if form.narrow else None)
         exact = FullView(states, self.spec.compute)
         view = self._view(by_name, layer, device) or exact
@@ -165,10 +174,12 @@ def page_of(
     storage = options.storage(spec, dtypes[1], devices)
     records = options.window + tokens
     raw = not spec.erase or storage.fold == "raw"
-    _, checkpoint = storage.checkpoint.shapes(value_dim, key_dim)["elements"]
     parts = [
         Part("conv", tuple(shapes[0]), dtypes[0]),
-        Part("state", tuple(shapes[1]), checkpoint),
+        *(
+            Part(_stated(name), (heads, *shape), dtype)
+            for name, (shape, dtype) in storage.checkpoint.shapes(value_dim, key_dim).items()
+        ),
         Part("cursor", (CURSOR,), torch.int32),
         *_view_parts(storage, spec),
         *(
@@ -176,7 +187,7 @@ def page_of(
             for name, (dtype, shape) in record_parts(spec, raw).items()
         ),
     ]
-    return Page(spec, options.window, tokens, storage, _aligned(*parts))
+    return Page(spec, options.window, tokens, storage, _aligned(*parts), dtypes[1])
 
 
 def _view_parts(storage: Storage, spec: LayerSpec) -> Iterator[Part]:
@@ -186,6 +197,10 @@ def _view_parts(storage: Storage, spec: LayerSpec) -> Iterator[Part]:
     elif isinstance(storage.view, Sketches):
         for name, (dtype, count) in storage.view.parts(spec).items():
             yield Part(_viewed(name), (count,), dtype)
+
+
+def _stated(name: str) -> str:
+    return "state" if name == "elements" else f"state.{name}"
 
 
 def _viewed(name: str) -> str:

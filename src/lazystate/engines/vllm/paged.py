@@ -14,6 +14,7 @@ from torch import Tensor
 from lazystate.engines.vllm.asked import device_of, layer_page
 from lazystate.engines.vllm.batch import Part
 from lazystate.engines.vllm.page import Page
+from lazystate.engines.vllm.widened import widened
 from lazystate.ops.pool import Pool
 from lazystate.ops.triton.conv import convolve_ring, turn
 from lazystate.ops.triton.cursors import Rows
@@ -26,6 +27,7 @@ class Metadata(Protocol):
     short: Part | None
     decoding: Rows | None
     long: Part | None
+    filled: Rows | None
     settling: Rows | None
     prefill: Any
 
@@ -116,7 +118,9 @@ class Paged:
 
     @contextmanager
     def prefilling(self, own: Metadata) -> Iterator[None]:
-        """vLLM's own layer on the rows of a prefill: pages with empty rings, of two parts."""
+        """vLLM's own layer on the rows of a prefill: pages with empty rings, of two parts; where
+        it does not take checkpoints as they are, copies of these rows' in their place.
+        """
         from vllm.forward_context import get_forward_context
 
         assert self.page is not None
@@ -126,9 +130,16 @@ class Paged:
         if own.settling is not None:
             settle(self.pool(), own.settling)
             turn(parts["conv"], own.settling, states[0].shape[1] + 1)
-        bound, self.kv_cache, metadata[self.prefix] = self.kv_cache, states, own.prefill
+        bound, metadata[self.prefix] = self.kv_cache, own.prefill
         try:
-            yield
+            if self.page.widened:
+                assert own.filled is not None
+                with widened(states[0], self.pool().states, own.filled, self.page.state) as wide:
+                    self.kv_cache = wide
+                    yield
+            else:
+                self.kv_cache = states
+                yield
         finally:
             self.kv_cache, metadata[self.prefix] = bound, own
 

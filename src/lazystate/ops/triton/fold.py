@@ -49,6 +49,8 @@ def fold(
 ):
     """Fold `held` records that end before ring position `start` into a program's tiles.
 
+    Without a record it only builds the view: a checkpoint rounded again would not be the same.
+
     A format that needs a state's largest magnitude takes two passes over the tiles of a head. A
     sketch takes a head's whole state as one tile: its factors are sums over all value channels.
 
@@ -97,6 +99,7 @@ def fold(
                         head,
                         channel,
                         in_v,
+                        held > 0,
                         _scale(total),
                         slot,
                         count,
@@ -106,14 +109,14 @@ def fold(
                         storing,
                         shape,
                     )
-        _keep_total(checkpoint, view, head, _scale(total), storing)  # once all tiles are read
+        _keep_total(checkpoint, view, head, held > 0, _scale(total), storing)  # all tiles are read
 
 
 @triton.jit
-def _keep_total(checkpoint, view, head, total, storing: tl.constexpr):
+def _keep_total(checkpoint, view, head, changed, total, storing: tl.constexpr):
     """Store the scale of an nvfp4 state of one head."""
     if storing.checkpoint.KIND == NVFP4:
-        tl.store(checkpoint.total + head, total)
+        tl.store(checkpoint.total + head, total, mask=changed)
     if storing.VIEW and storing.view.KIND == NVFP4:
         tl.store(view.total + head, total)
 
@@ -168,6 +171,7 @@ def _keep(
     head,
     channel,
     in_v,
+    changed,
     total,
     slot,
     count,
@@ -177,12 +181,15 @@ def _keep(
     storing: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """Round one folded value into checkpoint and view: neither from the other."""
+    """Round one folded value into checkpoint, where it has changed, and view: neither from the
+    other.
+    """
     row = head * shape.V + channel
     bits = None
     if storing.STOCHASTIC:
         bits = random_bits(seed, channel, head, slot, count, shape)
-    write_tile(checkpoint, tile, row, in_v, total, bits, storing.checkpoint, shape)
+    there = in_v & changed if storing.VIEW else in_v
+    write_tile(checkpoint, tile, row, there, total, bits, storing.checkpoint, shape)
     if storing.VIEW and storing.view.KIND == SKETCH:
         write_sketch(view, tile, head, channel, in_v, storing.view, shape)
     elif storing.VIEW:
