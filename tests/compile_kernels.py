@@ -16,9 +16,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lazystate import StateCache
+from lazystate.engines.vllm.group import Group
+from lazystate.engines.vllm.options import Options
+from lazystate.engines.vllm.page import page_of
+from lazystate.engines.vllm.support import Kind
+from lazystate.ops.triton.conv import convolve_ring, turn
+from lazystate.ops.triton.launch import step
+from lazystate.ops.triton.positions import Spans
 from lazystate.ops.triton.settle import settle
 from lazystate.sketch.view import Sketch
 from samples import draw, draw_raw, layer, slots
+from serving_model import Layer
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -73,5 +81,32 @@ def main(kind: str, batch: int, tokens: int, options: dict[str, Any]) -> None:
     settle(cache._pools[0], ticket._rows)
 
 
+def paged(kind: Kind, batch: int, tokens: int) -> None:
+    """One step of pages of the vLLM engine, and what is done before a prefill."""
+    compile_only()
+    heads = 4 if kind == "kda" else 2
+    value_dim = 128 if kind == "kda" else 64
+    shapes = ((2 + tokens, 2 * heads * 128 + 4 * value_dim), (4, value_dim, 128))
+    dtypes = (torch.bfloat16, torch.float32)
+    page = page_of(kind, shapes, dtypes, torch.bfloat16, Options(), tokens=tokens)
+    layer: Any = Layer(page, 8, "cpu")
+    pool, group = page.pool(layer.named, 0), Group([layer], batch, torch.device("cpu"))
+    starts = torch.arange(batch + 1, dtype=torch.int32) * tokens
+    spans = Spans(starts[:-1], starts[:-1], starts[1:], starts[1:])
+    ring, prologue = layer.named["conv"], "kda_softplus" if kind == "kda" else kind
+    raw = draw_raw(prologue, page.spec, 1, batch * tokens)
+    mixed = torch.empty(1, batch * tokens, ring.shape[-1], dtype=torch.bfloat16)
+    rows = group.decode(spans, tokens)
+    convolve_ring(ring, rows, mixed, torch.empty(ring.shape[-1], 4), None, True)
+    step(pool, rows, *raw)
+    rows = group.prefill(spans)
+    settle(pool, rows)
+    turn(ring, rows, 4)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
+    given = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if sys.argv[4] == "paged":
+        paged(*given)  # type: ignore[arg-type]
+    else:
+        main(*given, json.loads(sys.argv[4]))

@@ -84,16 +84,36 @@ def test_sketches_compile(kind, batch, tokens, options, tmp_path):
     compile_step(tmp_path, kind, batch, tokens, options | {"ranks": [2, 20, 0, 8]})
 
 
+@pytest.mark.parametrize(
+    ("kind", "batch", "tokens"),
+    [
+        ("mamba2", SMALL, 4),
+        pytest.param("gdn", SMALL, 1, marks=slow),
+        pytest.param("gdn", LARGE, 4, marks=slow),
+        pytest.param("kda", LARGE, 4, marks=slow),
+        pytest.param("gdn", SMALL, 16, marks=slow),
+    ],
+)
+def test_steps_of_pages_compile(kind, batch, tokens, tmp_path):
+    made = compiled(tmp_path, kind, batch, tokens, "paged")
+    assert made == {"place_kernel", "conv_kernel", "step_kernel", "settle_kernel", "turn_kernel"}
+
+
 def compile_step(folder, kind, batch, tokens, options=None):
-    """Compile one step of a model in a process without the interpreter."""
+    """Compile one step of a model."""
+    made = compiled(folder, kind, batch, tokens, json.dumps(options or {}))
+    assert made == {"begin_kernel", "step_kernel", "commit_kernel", "settle_kernel"}
+
+
+def compiled(folder, kind, batch, tokens, options):
+    """The kernels that are compiled in a process without the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, SCRIPT, kind, str(batch), str(tokens), json.dumps(options or {})],
+        [sys.executable, SCRIPT, kind, str(batch), str(tokens), options],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    made = {path.stem for path in folder.rglob("*.cubin")}
-    assert made == {"begin_kernel", "step_kernel", "commit_kernel", "settle_kernel"}
+    return {path.stem for path in folder.rglob("*.cubin")}

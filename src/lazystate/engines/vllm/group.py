@@ -31,9 +31,9 @@ class Group:
     def __init__(self, layers: Sequence[Paged], rows: int, device: torch.device) -> None:
         page = layers[0].page
         assert page is not None
-        self._layers, self._page, self._device = layers, page, device
+        self._layers, self._page = layers, page
         self._viewed = page.storage.view is not None
-        self._room = room(rows, device)
+        self._room, self._prefill_room = room(rows, device), room(rows, device)
         self._known = 0  # address of the pages that views have been made of
 
     def cursors(self) -> Tensor:
@@ -62,6 +62,5 @@ class Group:
         """Rows whose rings, if they hold records, must be settled before prefill; they are empty
         from now on.
         """
-        made = room(spans.blocks.numel(), self._device)
         window, records = self._page.window, self._page.records
-        return place(self.cursors(), spans, 1, window, records, made, prefill=True)
+        return place(self.cursors(), spans, 1, window, records, self._prefill_room, prefill=True)

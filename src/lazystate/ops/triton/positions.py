@@ -36,7 +36,7 @@ class Spans:
     lengths: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def place_kernel(
     blocks,
     starts,
@@ -148,7 +148,7 @@ def place(
         records,
         PREFILL=prefill,
         VIEWED=viewed,
-        BLOCK=triton.next_power_of_2(batch),
+        BLOCK=triton.next_power_of_2(into[0].shape[0]),  # one kernel for every batch
         num_warps=4,
     )
     return Rows(meta, order, tokens, starts)
