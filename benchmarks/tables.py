@@ -30,7 +30,7 @@ def newest(bench: str, impl: str | None = "lazystate", folder: Path = RESULTS) -
         rows = [
             row
             for row in record.get("rows", ())
-            if row["bench"] == bench
+            if row.get("bench") == bench
             and (impl is None or row.get("impl", impl) == impl)
             and row.get("gates", "prepared") == "prepared"
         ]
