@@ -351,7 +351,7 @@ def draw(found: Evidence) -> Any:
 
     count = len(found.models)
     figure = Figure(figsize=(3.4 * count + 2, 6.4), layout="constrained")
-    above, below = figure.subplots(2, count, squeeze=False, sharey="row")
+    above, below = figure.subplots(2, count, squeeze=False, sharex="row", sharey="row")
     for axes in (*above, *below):
         axes.set(xscale="log", yscale="log")
     for axes, model in zip(above, found.models, strict=True):
@@ -367,10 +367,17 @@ def draw(found: Evidence) -> Any:
             if row["model"] == model and row["config"] != "fp32":
                 points = [point for point in row["points"] if point["kl"] is not None]
                 at = [point["n"] for point in points]
-                axes.plot(at, [point["kl"] for point in points], ".-", label=row["config"])
+                colour = f"C{LASTING.index(row['config'])}"
+                kl = [point["kl"] for point in points]
+                axes.plot(at, kl, ".-", color=colour, label=row["config"])
     for row in (above, below):
         row[0].set_ylabel("KL from FP32 states, nats")
-        row[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        named = {}  # a panel may lack what has not been measured yet
+        for axes in row:
+            named |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        row[-1].legend(
+            named.values(), named, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+        )
     return figure
 
 
