@@ -20,6 +20,7 @@ from lazystate.engines.vllm.widened import widened
 from lazystate.formats import FORMATS
 from lazystate.ops.states import States
 from lazystate.ops.triton.launch import step
+from lazystate.ops.triton.positions import Spans
 from lazystate.ops.triton.settle import settle
 from lazystate.philox import state_bits
 from lazystate.sketch.calibration_file import Calibration, Origin
@@ -137,6 +138,52 @@ def test_blocks_decode_as_a_cache_with_the_same_view(
         assert torch.equal(kept[written], want[written]) and not want[~written].any(), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "view"), [("gdn", "nvfp4"), pytest.param("mamba2", "sketch", marks=SLOW)]
+)
+def test_drafts_are_verified_by_a_view_as_a_cache_does(
+    kind: Kind, view: str, tmp_path: Path
+) -> None:
+    """Ragged drafts, some kept, from the first step after a prefill over a fold: the same bits."""
+    drafts, options = 2, options_of(view, kind, tmp_path)
+    shapes = ((3 + drafts, HEADS * V + 2 * 2 * K), (HEADS, V, K))
+    given = Options(window=5, checkpoint="fp16", **options)
+    page = page_of(kind, shapes, (torch.float32,) * 2, torch.float32, given, tokens=1 + drafts)
+    group, parts = group_of(page)
+    pool, cache = page.pool(parts, LAYER), cache_of(page, "triton", LAYER)
+    start = torch.randn(2, *page.spec.state_shape)
+    prefill(page, parts, group, start, (3, 1))
+    load(cache, start, (3, 1))
+    length, prologue = [PROMPT, PROMPT], prologue_of(kind)
+    for number in range(4):
+        taken = [1 + (number + row) % 3 for row in range(2)]
+        kept = [1 + number % taken[row] for row in range(2)]
+        flat = raw_inputs(sum(taken), kind)
+        ends = torch.tensor(taken).cumsum(0).int().to(DEVICE)
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        blocks = torch.tensor([3, 1], dtype=torch.int32, device=DEVICE)
+        after = torch.tensor(length, device=DEVICE).int() + (ends - starts)
+        rows = group.decode(Spans(blocks, starts, ends, after), 1 + drafts)
+        out = step(pool, rows, *flat, None, prologue)[0]
+        padded = [None if x is None else _padded(x[0], taken, 1 + drafts) for x in flat]
+        for row, slot in enumerate((3, 1)):
+            cache._cursors.writes[slot] = length[row]  # a page rounds by position
+        counted = torch.tensor(taken, device=DEVICE)
+        ticket = cache.begin(slots(3, 1).to(DEVICE), 1 + drafts, counted)
+        want = cache.step(ticket, 0, *padded, prologue=prologue)
+        cache.commit(ticket, torch.tensor(kept, device=DEVICE))
+        assert torch.equal(out, torch.cat([want[row, :n] for row, n in enumerate(taken)]))
+        length = [n + more for n, more in zip(length, kept, strict=True)]
+
+
+def _padded(x: Tensor, lengths: list[int], tokens: int) -> Tensor:
+    """Rows of a flat tensor as [B, T, ...], NaN behind their lengths."""
+    out = x.new_full((len(lengths), tokens, *x.shape[1:]), float("nan"))
+    for row, part in enumerate(x.split(lengths)):
+        out[row, : len(part)] = part
+    return out
+
+
 def cache_of(page: Page, backend: str, layer: int) -> StateCache:
     """A cache that stores what a page stores, its one layer under a model's number."""
     storage = page.storage
@@ -152,6 +199,7 @@ def cache_of(page: Page, backend: str, layer: int) -> StateCache:
         page.spec,
         BLOCKS,
         window=page.window,
+        max_tokens=page.tokens,
         checkpoint=storage.checkpoint.name,
         view=view,
         rounding=storage.rounding,
