@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lazystate.engines.vllm.options import Options
@@ -78,3 +80,24 @@ def test_more_drafts_than_a_window_holds_are_refused() -> None:
     """A step's tokens must fit a window."""
     setup = Setup("0.33.0", ("NemotronHForCausalLM",), draft_tokens=4)
     assert any("window must be above the 4 drafts" in r for r in refusals(setup, Options(window=4)))
+
+
+def test_pages_move_as_a_whole_or_not_at_all() -> None:
+    """Connectors that copy bytes are taken; others would leave behind where a sequence stands."""
+    for name in ("OffloadingConnector", "SimpleCPUOffloadConnector", ""):
+        assert refusals(replace(SETUP, kv_connector=name), Options()) == []
+    (reason,) = refusals(replace(SETUP, kv_connector="NixlConnector"), Options())
+    assert reason.startswith("NixlConnector is not known to move whole pages")
+
+
+def test_drafts_and_prefixes_go_together_in_the_second_runner_alone() -> None:
+    """Each alone is taken by both; states inside of a prefill are kept by none."""
+    both = replace(SETUP, draft_tokens=4, prefix_caching=True, cache_mode="align")
+    assert refusals(both, Options()) == []
+    first = replace(both, second_runner=False)
+    (reason,) = refusals(first, Options())
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in reason
+    assert refusals(replace(first, draft_tokens=0), Options()) == []
+    assert refusals(replace(first, prefix_caching=False), Options()) == []
+    (reason,) = refusals(replace(SETUP, prefix_caching=True, cache_mode="all"), Options())
+    assert "--mamba-cache-mode align" in reason

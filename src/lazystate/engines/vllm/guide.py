@@ -61,7 +61,7 @@ def refused(version: Version) -> str:
         prefix_caching=True,
         cache_mode="all",
         second_runner=False,
-        kv_connector=True,
+        kv_connector="NixlConnector",
         stock_replay=True,
         conv_dim_first=True,
     )

@@ -86,7 +86,7 @@ class Setup:
         prefix_caching: whether states of recurrent layers are kept for later prompts.
         cache_mode: which of them, vLLM's `--mamba-cache-mode`.
         second_runner: whether the engine runs vLLM's Model Runner V2.
-        kv_connector: whether states move between engines.
+        kv_connector: the name of what moves pages out of the engine and back, "" for none.
         stock_replay: whether vLLM's own `--use-replayssm` is on.
         conv_dim_first: whether the convolution's state is kept with channels first.
     """
@@ -97,7 +97,7 @@ class Setup:
     prefix_caching: bool = False
     cache_mode: str = "none"
     second_runner: bool = True
-    kv_connector: bool = False
+    kv_connector: str = ""
     stock_replay: bool = False
     conv_dim_first: bool = False
 
@@ -105,11 +105,15 @@ class Setup:
 STANDARD = "standard decoding"
 SPECULATIVE = "speculative decoding"
 PREFIX = "prefix caching"
-CONNECTOR = "KV connectors"
+CONNECTOR = "KV connectors that move whole pages"
 VIEWS = "low-precision views"
 SKETCH = "sketches"
 GRAPHS = "full and piecewise CUDA graphs"
 PARALLEL = "tensor parallelism"
+
+# Of vLLM's, those that copy a page's bytes without a look at the layer; others, NixlConnector for
+# one, move the two states that a stock layer has.
+WHOLE_PAGES = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 _MAMBA2 = tuple(
     Architecture(name, "mamba2", ("MambaMixer2",))
@@ -151,7 +155,7 @@ _FEATURES = (
     Feature(PARALLEL),
     Feature(SPECULATIVE),
     Feature(PREFIX),
-    Feature(CONNECTOR, "the adapters do not hand rings over yet: leave out --kv-transfer-config"),
+    Feature(CONNECTOR),
     Feature(VIEWS),
     Feature(SKETCH),
 )
@@ -180,7 +184,7 @@ def refusals(setup: Setup, options: Options) -> list[str]:
     asked = {
         SPECULATIVE: setup.draft_tokens > 0,
         PREFIX: setup.prefix_caching,
-        CONNECTOR: setup.kv_connector,
+        CONNECTOR: bool(setup.kv_connector),
         VIEWS: options.view not in (None, "sketch"),
         SKETCH: options.view == "sketch",
     }
@@ -194,6 +198,11 @@ def refusals(setup: Setup, options: Options) -> list[str]:
         )
     if setup.draft_tokens > 15:
         reasons.append(f"drafts of a step must be at most 15, got {setup.draft_tokens}")
+    if setup.kv_connector and setup.kv_connector not in WHOLE_PAGES:
+        reasons.append(
+            f"{setup.kv_connector} is not known to move whole pages, which say where their "
+            f"sequence stands: use {_either(WHOLE_PAGES)}, or leave out --kv-transfer-config"
+        )
     if setup.cache_mode == "all":
         reasons.append("states inside of a prefill are not kept: --mamba-cache-mode align")
     if setup.draft_tokens > 0 and setup.prefix_caching and not setup.second_runner:
