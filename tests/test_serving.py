@@ -151,13 +151,13 @@ def test_views_are_cases_of_lazystate_with_options_of_its_own(model: str) -> Non
 
 def test_drafts_with_prefixes_are_served_where_they_can_be() -> None:
     """By vLLM's second runner; 0.26 keeps states at the ends of blocks, as lazystate does."""
-    named = {case.name: case for case in cases("gdn") if drive.asked(case, ["prefixes"])}
-    assert set(named) == {"prefixes", "prefixes-ngram"}
-    both = named["prefixes-ngram"]
+    named = {case.name: case for case in cases("gdn") if drive.asked(case, ["prefix"])}
+    assert set(named) == {"prefix", "prefix-ngram"}
+    both = named["prefix-ngram"]
     assert drive.possible("lazystate", both, "0.33") and drive.possible("stock", both, "0.26")
     assert not drive.possible("lazystate", both, "0.26")
     for version, mode in (("0.26", "align"), ("0.33", None)):
-        job = drive.Job("gdn", "lazystate", named["prefixes"])
+        job = drive.Job("gdn", "lazystate", named["prefix"])
         settings = drive.specification(job, version, Path("m"), {})["settings"]
         assert settings.get("mamba_cache_mode") == mode
 
@@ -177,7 +177,7 @@ def test_a_second_turn_goes_on_from_what_the_first_has_written() -> None:
                 one.tokens = [7] * one.count
             return {"steps": 1, "seconds": 1.0, "tokens_a_step": 1.0}
 
-    case = Case("prefixes", "float16", ("turns",), caching=True)
+    case = Case("prefix", "float16", ("turns",), caching=True)
     found = run_case.turns(Echo(), list(range(4000)), case)  # type: ignore[arg-type]
     first, second = served
     assert second[3].prompt[: len(first[3].prompt) + TOKENS] == first[3].prompt + [7] * TOKENS

@@ -57,7 +57,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--version", choices=("0.26", "0.33"), required=True, help="vLLM's minor")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument(
-        "--cases", nargs="+", help="of serving/cases.py, or views, ngram, prefixes; default: all"
+        "--cases", nargs="+", help="of serving/cases.py, or views, ngram, prefix; default: all"
     )
     parser.add_argument("--lazystate", default="{}", help="its options, as JSON")
     parser.add_argument("--jobs", type=int, default=8, help="engines side by side")
