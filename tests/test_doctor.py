@@ -98,6 +98,9 @@ def test_what_is_asked_of_vllm_is_judged() -> None:
     assert any("window must be above the 4 drafts" in reason for reason in vllm.reasons)
     refused = any(SPECULATIVE in reason for reason in vllm.reasons)
     assert refused == bool(VERSIONS[0].missing(SPECULATIVE))
+    other = Options(view="sketch", calibration="kda")
+    vllm, _ = diagnose(SERVER, NANO, other).engines
+    assert any("calibration is of another model" in reason for reason in vllm.reasons)
 
 
 @pytest.mark.parametrize(

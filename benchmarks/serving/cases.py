@@ -90,12 +90,16 @@ def cases(kind: str) -> list[Case]:
 
 
 def views(kind: str) -> dict[str, dict[str, Any]]:
-    """What most steps read instead of the state: how far texts part is what is asked of them."""
+    """What most steps read instead of the state, and what the state is carried in: how far texts
+    part is what is asked of them.
+    """
     return {
         "bf16": {"view": "bf16"},
         "fp8": {"view": "fp8"},
         "nvfp4": {"view": "nvfp4"},
         "sketch": {"view": "sketch", "calibration": kind, "mean_rank": 8},
+        "nvfp4-fp16": {"view": "nvfp4", "checkpoint": "fp16", "seed": 1},
+        "nvfp4-fp8": {"view": "nvfp4", "checkpoint": "fp8", "seed": 1},
     }
 
 

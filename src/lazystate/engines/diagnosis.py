@@ -151,6 +151,10 @@ def _vllm(
         reasons += refusals(setup, options)
     else:
         reasons.append(_UNSTATED)
+    try:
+        options.storage(model.layer, "fp32")
+    except (ValueError, OSError) as error:  # formats that do not fit, another model's calibration
+        reasons.append(str(error))
     takes = any(version.architecture(each) for each in model.architectures)
     methods = [Method(each.name, each.status) for each in version.features if takes]
     command = serve(version, folder, options)

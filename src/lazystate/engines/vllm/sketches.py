@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lazystate.sketch.calibration_file import Calibration
 from lazystate.sketch.files import open_calibration
-from lazystate.sketch.view import Sketch, SketchView
+from lazystate.sketch.view import DENSE, Sketch, SketchView
 from lazystate.spec import LayerSpec
 
 
@@ -44,14 +44,10 @@ class Sketches:
 
     def parts(self, spec: LayerSpec) -> dict[str, tuple[torch.dtype, int]]:
         """Dtype and count of what a page keeps, by name: the most of any layer and device."""
-        found: dict[str, tuple[torch.dtype, int]] = {}
-        for row in range(len(self.calibration.origin.layers)):
-            for device in range(self.devices):
-                room = self._room(row, device, spec, 1, torch.device("cpu"))
-                for name, tensor in room.stored.items():
-                    most = max(tensor.numel(), found[name][1] if name in found else 0)
-                    found[name] = tensor.dtype, most
-        return found
+        dense = (self.sketch.ranks == DENSE).unflatten(1, (self.devices, spec.heads)).sum(-1)
+        row, device = divmod(int(dense.argmax()), self.devices)  # all else is alike
+        most = self._room(row, device, spec, 1, torch.device("cpu"))
+        return {name: (tensor.dtype, tensor.numel()) for name, tensor in most.stored.items()}
 
     def view(
         self, layer: int, device: int, spec: LayerSpec, parts: dict[str, Tensor]

@@ -106,7 +106,7 @@ STANDARD = "standard decoding"
 SPECULATIVE = "speculative decoding"
 PREFIX = "prefix caching"
 CONNECTOR = "KV connectors that move whole pages"
-VIEWS = "low-precision views"
+VIEWS = "low-precision states and views"
 SKETCH = "sketches"
 GRAPHS = "full and piecewise CUDA graphs"
 PARALLEL = "tensor parallelism"
@@ -185,7 +185,7 @@ def refusals(setup: Setup, options: Options) -> list[str]:
         SPECULATIVE: setup.draft_tokens > 0,
         PREFIX: setup.prefix_caching,
         CONNECTOR: bool(setup.kv_connector),
-        VIEWS: options.view not in (None, "sketch"),
+        VIEWS: options.view not in (None, "sketch") or options.checkpoint not in (None, "fp32"),
         SKETCH: options.view == "sketch",
     }
     for name, wanted in asked.items():
