@@ -10,6 +10,9 @@ from torch import Tensor
 
 import samples
 from lazystate import StateCache
+from lazystate.gates import Inputs
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 PARTS = ("q", "k", "v", "log_decay", "beta")
 
@@ -27,6 +30,21 @@ def test_an_infinite_draft_reaches_no_earlier_token(kind: str) -> None:
     _check("torch", kind, "v", math.inf)
 
 
+@pytest.mark.parametrize(
+    ("kind", "part", "value"),
+    [
+        ("mamba2", "v", math.nan),
+        ("gdn", "k", math.nan),
+        ("gdn", "log_decay", math.nan),
+        ("gdn", "v", math.inf),
+        ("kda", "beta", math.nan),
+    ],
+)
+def test_nor_in_the_kernels(kind: str, part: str, value: float) -> None:
+    """The same of the Triton backend."""
+    _check("triton", kind, part, value)
+
+
 def _check(backend: str, kind: str, part: str, value: float) -> None:
     """Two tokens kept of four, of which the third and fourth are broken in one part."""
     clean, broken = (_decode(backend, kind, part, given) for given in (None, value))
@@ -42,15 +60,21 @@ def _decode(
     sizes = {"heads": 1, "key_heads": 1, "key_dim": 16, "value_dim": 16}
     spec = samples.layer(kind, torch.float32, **sizes)
     generator = torch.Generator().manual_seed(1)
-    cache = StateCache(spec, 1, window=8, max_tokens=4, backend=backend)  # pyright: ignore
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    cache = StateCache(spec, 1, window=8, max_tokens=4, backend=backend, device=device)
     row = torch.arange(1)
+
+    def draw(tokens: int) -> Inputs:
+        drawn = samples.draw(spec, 1, tokens, generator=generator)
+        return drawn._replace(**{part: getattr(drawn, part).to(device) for part in PARTS})
+
     for _ in range(2):
-        samples.advance(cache, row, samples.draw(spec, 1, 1, generator=generator))
-    inputs = samples.draw(spec, 1, 4, generator=generator)
+        samples.advance(cache, row, draw(1))
+    inputs = draw(4)
     if value is not None:
         getattr(inputs, part)[:, 2:] = value
     ticket = cache.begin(row, 4)
     out = cache.step(ticket, 0, *inputs)
     cache.commit(ticket, torch.tensor([2]))
-    following = samples.advance(cache, row, samples.draw(spec, 1, 1, generator=generator))
+    following = samples.advance(cache, row, draw(1))
     return out[:, :2], following, out[:, 2:]

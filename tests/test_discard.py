@@ -7,7 +7,9 @@ import torch
 
 import samples
 import tolerance
-from lazystate import StateCache, StepError
+from lazystate import StateCache, StepError, Ticket
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
@@ -40,10 +42,9 @@ def test_a_half_done_step_can_be_discarded(backend: str, before: int, stepped: l
     """Some layers have folded and some not: those are folded too, and the state is unchanged."""
     sizes = {"heads": 1, "key_heads": 1, "key_dim": 16}
     specs = [samples.layer(kind, torch.float32, **sizes) for kind in ("mamba2", "gdn", "kda")]
-    caches = [
-        StateCache(specs, 2, window=4, max_tokens=2, rounding="nearest", backend=backend)
-        for _ in range(2)
-    ]
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    options = {"window": 4, "max_tokens": 2, "backend": backend, "device": device}
+    caches = [StateCache(specs, 2, **options) for _ in range(2)]
     rows = torch.arange(2)
     for seed in range(before):
         for cache in caches:
@@ -52,7 +53,7 @@ def test_a_half_done_step_can_be_discarded(backend: str, before: int, stepped: l
     expected = cache.materialize(rows)
     ticket = cache.begin(rows, 2)
     for layer in stepped:
-        cache.step(ticket, layer, *samples.draw(specs[layer], 2, 2))
+        _step(cache, ticket, layer, None)
     cache.discard(ticket)
     for spec, now, then in zip(specs, cache.materialize(rows), expected, strict=True):
         assert tolerance.error(now, then) <= 2 * tolerance.state(spec, 4, torch.float32, 1)
@@ -66,12 +67,18 @@ def _advance(cache: StateCache, rows: torch.Tensor, tokens: int, seed: int) -> l
     """One model step over all layers."""
     generator = torch.Generator().manual_seed(seed)
     ticket = cache.begin(rows, tokens)
-    outs = [
-        cache.step(ticket, layer, *samples.draw(spec, len(rows), tokens, generator=generator))
-        for layer, spec in enumerate(cache.specs)
-    ]
+    outs = [_step(cache, ticket, layer, generator) for layer in range(cache.layers)]
     cache.commit(ticket)
     return outs
+
+
+def _step(
+    cache: StateCache, ticket: Ticket, layer: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """One layer's step with random inputs where the cache is."""
+    drawn = samples.draw(cache.specs[layer], 2, ticket.tokens, generator=generator)
+    there = (None if x is None else x.to(cache.device) for x in drawn)
+    return cache.step(ticket, layer, *there)
 
 
 def test_a_half_done_step_cannot_be_committed() -> None:

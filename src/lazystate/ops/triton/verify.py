@@ -76,6 +76,9 @@ def verify(
     if not shape.CHANNEL:
         own_scores = dot_narrow(x, tl.trans(own), narrow)
         past_scores = _past_scores(x, ring, start, used, shape)
+    # what is not finite is left out of products that multiply it by zeros, and put in where it is
+    # to be: in its own token and later ones
+    onward = ((token[:, None] <= token[None, :]) & (index < TH)[:, None]).to(tl.float32)
     mixing = tl.zeros([TX, TX], tl.float32)
     beta = tl.zeros([TX], tl.float32)
     upto = tl.zeros([TX], tl.float32)
@@ -136,7 +139,10 @@ def verify(
         values = load_f32(inputs.v + at_in, in_v[:, None] & alive[None, :])
         wanted = values - known if shape.ERASE else values
         wanted = tl.where(writes_row[None, :], wanted * beta[None, :], 0.0)
-        mixed = tl.dot(wanted, mixing, input_precision="tf32x3")
+        broken = (tl.abs(wanted) < float("inf")) == 0
+        mixed = tl.dot(tl.where(broken, 0.0, wanted), mixing, input_precision="tf32x3")
+        reached = tl.dot(broken.to(tl.float32), onward, input_precision="tf32")
+        mixed = tl.where(reached > 0, float("nan"), mixed)
         output = known + mixed
         if skip is not None:
             output += values * tl.load(skip + head).to(tl.float32)
@@ -264,7 +270,9 @@ def _mixing(scores, beta, token, length, TH: tl.constexpr, shape: tl.constexpr):
     if shape.ERASE:
         lower = tl.where(is_key[:, None] & older & seen, scores, 0.0)
         strength = tl.sum(tl.where(index[:, None] == index[None, :], beta[None, :], 0.0), 1)
-        inverse = tl.where(is_key[:, None], inverted(lower * strength[:, None], TH), 0.0)
+        lower *= strength[:, None]
+        lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)  # its token's write is not, too
+        inverse = tl.where(is_key[:, None], inverted(lower, TH), 0.0)
         queries = tl.where((is_key == 0)[:, None] & seen, scores, 0.0)
         mixing = tl.trans(inverse + tl.dot(queries, inverse, input_precision="tf32x3"))
     else:
