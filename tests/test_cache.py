@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +17,7 @@ import samples
 import tolerance
 from lazystate import LayerSpec, StateCache
 from lazystate.cache import StepError
+from lazystate.sketch.view import Sketch
 
 SPEC = samples.layer("gdn", torch.float32, conv_channels=6, conv_width=4)
 
@@ -144,6 +147,41 @@ def test_a_copy_is_independent() -> None:
     for a in cache.materialize(samples.slots(0, 1)):
         assert torch.equal(a[0], a[1])
     assert all(out.isfinite().all() for out in outs)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "fp16", "view": "nvfp4", "seed": 3}])
+@pytest.mark.parametrize("taken", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_cache_can_be_pickled_and_copied(taken: Callable[..., Any], options: dict) -> None:
+    """What comes back gives the same bits, random ones of rounding included, and is another's."""
+    cache, twin = mid_window(HYBRID, **options), mid_window(HYBRID, **options)
+    back = taken(cache)
+    back = pickle.loads(back) if isinstance(back, bytes) else back
+    advance(cache, torch.arange(3), 40)
+    for seed in range(50, 58):
+        assert same(advance(back, torch.arange(3), seed), advance(twin, torch.arange(3), seed))
+
+
+def test_a_sketched_cache_can_be_pickled() -> None:
+    """Its sketch goes with it."""
+    spec = samples.layer("gdn", torch.float32)
+    omega = torch.linalg.qr(torch.randn(1, 4, 8, 3)).Q
+    cache = StateCache(spec, 2, view=Sketch(omega, torch.tensor([[1, 2, 3, 0]])), window=4)
+    for seed in range(6):
+        advance(cache, torch.arange(2), seed, tokens=1)
+    back = pickle.loads(pickle.dumps(cache))
+    for seed in range(10, 16):
+        outs = (advance(each, torch.arange(2), seed, tokens=1) for each in (cache, back))
+        assert same(*outs)
+
+
+def test_a_cache_with_an_open_step_is_not_pickled() -> None:
+    """Half a step cannot be taken up elsewhere."""
+    cache = mid_window(HYBRID)
+    ticket = cache.begin(one(0))
+    with pytest.raises(StepError, match="pickle while a step is open"):
+        pickle.dumps(cache)
+    cache.discard(ticket)
+    assert pickle.loads(pickle.dumps(cache)).nbytes == cache.nbytes
 
 
 def test_copy_can_permute() -> None:

@@ -97,6 +97,7 @@ class StateCache:
         checks.sizes(self.specs, slots, window, max_tokens)
         storage = checks.storage(self.specs, checkpoint, view, fold, rounding, seed)
         self.slots, self.window, self.max_tokens = slots, window, max_tokens
+        self._storage = storage
         self.device = torch.device(device)
         self._backend = ops.backend(backend, self.device, storage, window, max_tokens)
         self._records = window + max_tokens
@@ -124,6 +125,19 @@ class StateCache:
         memo[id(self)] = new
         vars(new).update(deepcopy(vars(self), memo))
         return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as what builds such a cache, and what it holds; not while a step is open."""
+        self._require_closed("pickle")
+        backend = self._backend.__name__.rpartition(".")[2]  # pyright: ignore (a module)
+        options = {
+            "window": self.window,
+            "max_tokens": self.max_tokens,
+            "device": self.device,
+            "backend": backend,
+            **self._storage.options,
+        }
+        return _unpickled, (self.specs, self.slots, options, self._tensors())
 
     @property
     def layers(self) -> int:
@@ -473,3 +487,13 @@ class StateCache:
     def _require_closed(self, verb: str) -> None:
         if self._open is not None:
             raise StepError(f"{verb} while a step is open: commit or discard its ticket first")
+
+
+def _unpickled(
+    specs: Sequence[LayerSpec], slots: int, options: dict[str, Any], held: dict[str, Tensor]
+) -> StateCache:
+    """What `StateCache.__reduce__` names."""
+    cache = StateCache(specs, slots, **options)
+    for name, tensor in cache._tensors().items():
+        tensor.copy_(held[name])
+    return cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -162,6 +162,17 @@ class Storage:
     fold: Fold
     rounding: Rounding
     seed: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `StateCache` that ask for it."""
+        return {
+            "checkpoint": self.checkpoint.name,
+            "view": self.view.name if isinstance(self.view, Format) else self.view,
+            "fold": self.fold,
+            "rounding": self.rounding,
+            "seed": self.seed,
+        }
 
 
 def record_parts(spec: LayerSpec, raw: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
