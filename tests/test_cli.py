@@ -55,6 +55,13 @@ def test_generate_streams_text_and_says_what_it_cost(method: str) -> None:
     assert "tokens/s" in result.stderr and "bytes of state" in result.stderr
 
 
+def test_generate_of_one_token_claims_no_speed() -> None:
+    """It comes from prefill: nothing is decoded, and nothing timed."""
+    result = run("generate", "gdn", "--prompt", "It was", "--tokens", "1")
+    assert result.exit_code == 0 and result.stdout.startswith("It was")
+    assert "1 token, from prefill" in result.stderr and "tokens/s" not in result.stderr
+
+
 def test_generate_is_the_same_by_both_methods(tmp_path: Path) -> None:
     """Plain, replay and drafts write the same text, from a file as from standard input."""
     text = "the cat and the dog and the cat and the dog and the"

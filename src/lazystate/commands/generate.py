@@ -105,6 +105,9 @@ def generate(
         recorder = Recorder(printer=loaded.printer())
         sys.stdout.write(text)
         decoding.decode(loaded, ids, how, tokens, recorder, temperature=temperature, seed=seed)
+    if len(recorder.steps) < 2:
+        said.print("[dim]1 token, from prefill: no step was decoded that could be timed[/dim]")
+        return
     state = loaded.predicted_bytes(how, recorder.given_per_step, recorder.tokens_per_step)
     said.print(
         f"[dim]{recorder.tokens} tokens, {recorder.tokens_per_second:.0f} tokens/s, "
