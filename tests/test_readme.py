@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ def test_is_short() -> None:
 def test_python_blocks_run(code: str) -> None:
     """Every Python example runs as printed."""
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_its_versions_are_those_of_the_package() -> None:
+    """What must be installed is said as the package's metadata have it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
+    least = dict(entry.split(">=") for entry in project["dependencies"])
+    python = project["requires-python"].removeprefix(">=")
+    asked = f"Python {python}, torch {least['torch']} and transformers {least['transformers']}, or"
+    assert asked in README
 
 
 def test_links_exist() -> None:
