@@ -34,12 +34,16 @@ WINDOWS = ("--window 1 --window 4 --window 16 --window 32 --window 64 --tokens 2
 LONG = ("--tokens 7680 --state fp8 --state fp8:nearest --state nvfp4 --state nvfp4:nearest "
         "--state fp32,nvfp4 --state fp16,nvfp4")  # fmt: skip
 BFLOAT16 = "--dtype bfloat16 --state fp32 --state fp16 --state fp16,fp8 --state fp16,nvfp4"
+# every token folds: as many roundings as 16 times the text has at the usual window
+CROSSING = ("--window 1 --tokens 1024 --state fp8 --state fp8:nearest --state nvfp4 "
+            "--state nvfp4:nearest")  # fmt: skip
 SEEDED = "--tokens 1024 --state fp16 --state fp8 --state nvfp4 --state fp8,nvfp4"
 PARTS = {
     "decay": ["decay"],
     "long": [f"kl {model} {LONG}" for model in MODELS],
     "states": [f"kl {model} --tokens 3584" for model in MODELS],
     "windows": [f"kl {model} {WINDOWS}" for model in MODELS],
+    "crossing": [f"kl {model} {CROSSING}" for model in MODELS],
     "bfloat16": [f"kl {model} {BFLOAT16}" for model in MODELS],
     "seeds": [f"kl {model} --seed {seed} {SEEDED}" for model in MODELS for seed in SEEDS],
 }
