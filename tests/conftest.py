@@ -20,6 +20,7 @@ settings.load_profile("repeatable")
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so before anything imports Triton.
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM, where it is installed, then does so as well
     # Stock models run these packages' GPU kernels wherever they can be imported, and fail on a CPU.
     for package in ("fla", "mamba_ssm", "causal_conv1d"):
         sys.modules[package] = None

@@ -129,9 +129,7 @@ class Engine:
     def step(self, rows: list[tuple[int, int, int]]) -> None:
         """One model step. rows: name of a request (-1: padded), tokens, and how many are kept."""
         lengths = [n for _, n, _ in rows]
-        for name, n, _ in rows:
-            if name >= 0:
-                self._turn_page(self.requests[name], n)
+        self.enter([(name, n) for name, n, _ in rows if name >= 0])
         common = self._common(rows)
         short, long = divide(
             common.query_start_loc_cpu, self.page.tokens, torch.device(self.device)
@@ -153,7 +151,7 @@ class Engine:
             given, weight = x.to(self.device).unsqueeze(0), self.weight.to(self.device)
             convolved = convolve_ring(ring, decided, given, weight, None, True)[0].cpu()
             step(self.pool, decided, *on, out=out)
-        starts = common.query_start_loc_cpu.tolist()
+        starts, advanced = common.query_start_loc_cpu.tolist(), []
         for (name, n, kept), first in zip(rows, starts, strict=False):
             if name < 0:
                 continue
@@ -165,7 +163,9 @@ class Engine:
                 assert convolved is not None
                 self._check(request, tokens, x[first : first + n], convolved, out.cpu(), first)
             request.slot = request.slot.append(tokens[:kept], x[first : first + kept].double())
-            self._keep(request, kept)
+            request.length += kept
+            advanced.append((name, kept))
+        self.leave(advanced)
 
     def settle(self, name: int) -> None:
         """Check a request's page as prefill finds it: exact, and its ring empty."""
@@ -187,37 +187,55 @@ class Engine:
         cursor = self.parts["cursor"]
         cursor[number] = request.length  # what was settled is a prefill of no token
 
-    def _turn_page(self, request: Request, tokens: int) -> None:
-        """The page of the block that the step's last token is in; vLLM copies to it."""
-        size = self.block_size
-        column = 0 if size is None else (request.length + tokens - 1) // size
+    def enter(self, rows: list[tuple[int, int]]) -> None:
+        """The page of the block that a row's last token is in; vLLM copies to it. rows: name and
+        tokens.
+        """
+        for name, tokens in rows:
+            request, size = self.requests[name], self.block_size
+            column = 0 if size is None else (request.length + tokens - 1) // size
+            self._own(request, column)
+            if request.column is not None and request.column != column:
+                self._copy(request.pages[request.column], request.pages[column])
+            request.column = column
+
+    def leave(self, rows: list[tuple[int, int]]) -> None:
+        """Keep the pages of blocks of tokens that are full. rows: name and tokens kept."""
+        for name, kept in rows:
+            request = self.requests[name]
+            if (column := self._completed(request, kept)) is None:
+                continue
+            assert request.column is not None
+            if column != request.column:
+                self._copy(request.pages[request.column], request.pages[column])
+            self._cache(request, column)
+
+    def _own(self, request: Request, column: int) -> None:
+        """See that a block of tokens has a page."""
         if column not in request.pages:
             request.pages[column] = self._page()
-        if request.column is not None and request.column != column:
-            self._copy(request.pages[request.column], request.pages[column])
-        request.column = column
 
-    def _keep(self, request: Request, kept: int) -> None:
-        """Advance, and keep the page of a block of tokens that is full."""
-        before, request.length = request.length, request.length + kept
+    def _completed(self, request: Request, kept: int) -> int | None:
+        """The block that the last tokens have filled and that has a page of its own."""
         size = self.block_size
-        if size is None or request.length // size == before // size:
-            return
+        if size is None:
+            return None
         boundary = request.length // size * size
-        if request.length - boundary >= kept or kept > self.page.tokens:
-            return
         column = boundary // size - 1
-        assert request.column is not None
-        if column not in request.pages:
-            return
-        if column != request.column:
-            self._copy(request.pages[request.column], request.pages[column])
-        behind = request.length - boundary
-        slot = request.slot
-        if behind:
-            tokens = slot.tokens[:-behind]
+        prefilled = kept > self.page.tokens and boundary < request.length
+        if boundary <= request.length - kept or prefilled or column not in request.pages:
+            return None
+        return column
+
+    def _cache(self, request: Request, column: int) -> None:
+        """Note what the page of a full block holds."""
+        assert self.block_size is not None
+        slot, boundary = request.slot, (column + 1) * self.block_size
+        if behind := request.length - boundary:
             assert slot.inputs is not None
-            slot = replace(slot, tokens=tokens, inputs=slot.inputs[:-behind], known=None)
+            slot = replace(
+                slot, tokens=slot.tokens[:-behind], inputs=slot.inputs[:-behind], known=None
+            )
         self.cached.append((request.pages[column], boundary, slot))
 
     def _prefill(self, request: Request, tokens: list[Token], x: Tensor) -> None:
