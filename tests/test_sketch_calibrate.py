@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lazystate.engines.transformers.calibrating import Options, calibrate, score
 from lazystate.engines.transformers.observing import (
-    gates_fingerprint,
+    fingerprint,
     layer_spec,
     observed,
     recurrent_modules,
@@ -123,7 +123,7 @@ def test_calibration_of_a_model(mixer: str, tmp_path: Path) -> None:
         progress=lambda *args: told.append(args),
     )
     spec = layer_spec(model)
-    found.check([m.layer_idx for m in recurrent_modules(model)], spec, gates_fingerprint(model))
+    found.check([m.layer_idx for m in recurrent_modules(model)], spec, fingerprint(model))
     assert told == [("bases", 1, 2), ("bases", 2, 2), ("scores", 1, 2), ("scores", 2, 2)]
     assert found.origin.notes["states"] == 3 * 3 and found.origin.notes["scored tokens"] == 3 * 12
     assert found.missed is not None

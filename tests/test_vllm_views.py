@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lazystate import StateCache, gates
@@ -23,6 +24,7 @@ from lazystate.ops.triton.launch import step
 from lazystate.ops.triton.positions import Spans
 from lazystate.ops.triton.settle import settle
 from lazystate.philox import state_bits
+from lazystate.shipped import model_folder
 from lazystate.sketch.calibration_file import Calibration, Origin
 from samples import slots
 from test_sketch_view import basis
@@ -326,3 +328,19 @@ def test_calibrations_of_another_model_are_refused(saved: str) -> None:
     page = small(kind="gdn", **options)
     with pytest.raises(ValueError, match="recurrent layer 1 is none of its layers 0, 2"):
         page.pool(group_of(page)[1], 1)
+
+
+def test_calibrations_of_other_weights_are_refused() -> None:
+    """Two shipped models are alike in all but their weights; a part of a model tells nothing."""
+    sketches = {name: sketches_of(name, 8.0, 1) for name in ("gdn", "kda")}
+    origin = sketches["gdn"].calibration.origin
+    weights = load_file(model_folder("gdn") / "model.safetensors")
+    named = {
+        layer: next(x for n, x in weights.items() if f".{layer}." in n and n.endswith("A_log"))
+        for layer in origin.layers
+    }
+    sketches["gdn"].check_weights({layer: x.float() for layer, x in named.items()})
+    with pytest.raises(ValueError, match=r"of this model's weights .* calibrate the model"):
+        sketches["kda"].check_weights(named)
+    del named[origin.layers[0]]
+    sketches["kda"].check_weights(named)

@@ -23,7 +23,7 @@ from lazystate import planner, shipped
 from lazystate.commands.recorder import Recorder
 from lazystate.engines.transformers import count_plain_state_bytes, patched
 from lazystate.engines.transformers.adapters import ADAPTERS
-from lazystate.engines.transformers.observing import gates_fingerprint, recurrent_modules
+from lazystate.engines.transformers.observing import fingerprint, recurrent_modules
 from lazystate.formats import Rounding
 from lazystate.ops import Traffic, count_traffic
 from lazystate.sketch.files import open_calibration
@@ -123,7 +123,7 @@ class Loaded:
             )
         calibration = open_calibration(file)
         layers = [module.layer_idx for module in recurrent_modules(self.model)]
-        calibration.check(layers, self.specs[0], gates_fingerprint(self.model))
+        calibration.check(layers, self.specs[0], fingerprint(self.model))
         return calibration.sketch(method.mean_rank)
 
     @property

@@ -319,3 +319,12 @@ def text_fingerprint(texts: Iterable[str]) -> str:
         data = text.encode("utf-8")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
+
+
+def gates_fingerprint(gates: Iterable[Tensor]) -> str:
+    """SHA-256 of all recurrent layers' A_log in BF16, in their order: the same in every dtype."""
+    digest = hashlib.sha256()
+    for layer in gates:
+        narrow = layer.detach().flatten().to("cpu", torch.bfloat16)
+        digest.update(narrow.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

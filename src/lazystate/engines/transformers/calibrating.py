@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lazystate.engines.transformers.observing import (
-    gates_fingerprint,
+    fingerprint,
     layer_spec,
     observed,
     recurrent_modules,
@@ -92,7 +92,7 @@ def calibrate(
     device = next(model.parameters()).device
     bases = [Statistics.empty(spec.heads, spec.key_dim, device) for _ in modules]
     scores = [Scores.empty(spec.heads, rank, device) for _ in modules]
-    weights = gates_fingerprint(model)
+    weights = fingerprint(model)
     identity = repr((name, weights, text, options, share, prompts.shape, texts.shape))
     kept = None if keep is None else Kept(keep, identity, save_seconds)
     work = _Work(kept, {"bases": _named(bases), "scores": _named(scores)}, share, progress)

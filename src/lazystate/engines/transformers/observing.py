@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lazystate.engines.transformers.adapters import ADAPTERS, Adapter
+from lazystate.sketch.calibration_file import gates_fingerprint
 from lazystate.sketch.windows import Run, run
 from lazystate.spec import LayerSpec
 
@@ -87,14 +87,9 @@ def layer_spec(model: nn.Module, activation: torch.dtype = torch.float32) -> Lay
     return specs.pop()
 
 
-def gates_fingerprint(model: nn.Module) -> str:
-    """SHA-256 of all recurrent layers' A_log in BF16: the same in every dtype of the model."""
-    digest = hashlib.sha256()
-    for name, gates in model.named_parameters():
-        if name.endswith("A_log"):
-            narrow = gates.detach().flatten().to("cpu", torch.bfloat16)
-            digest.update(narrow.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def fingerprint(model: nn.Module) -> str:
+    """`gates_fingerprint` of a model."""
+    return gates_fingerprint(x for name, x in model.named_parameters() if name.endswith("A_log"))
 
 
 @contextmanager

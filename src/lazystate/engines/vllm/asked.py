@@ -83,3 +83,10 @@ def device_of() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank()
+
+
+def step_metadata() -> Any:
+    """vLLM's metadata of the step that runs, by layer; None where there is none."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().attn_metadata

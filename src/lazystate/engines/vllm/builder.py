@@ -5,6 +5,7 @@ Acceptance of drafts is not looked at: the next step's sequence lengths say what
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from lazystate.engines.vllm.batch import Part, divide, only, spans_of
 from lazystate.engines.vllm.group import Group
+from lazystate.engines.vllm.paged import Paged
+from lazystate.engines.vllm.sketches import Sketches
 from lazystate.engines.vllm.widened import numbered
 from lazystate.ops.triton.cursors import Rows
 
@@ -59,6 +62,8 @@ class Deciding:
         most = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
         self._group, self._device = Group(layers, most, device), device
         page = layers[0].page
+        if isinstance(page.storage.view, Sketches):
+            page.storage.view.check_weights(_gates(context))
         self._tokens: int = page.tokens
         self._widened: bool = page.widened
 
@@ -97,6 +102,12 @@ class Deciding:
         mode = self.vllm_config.cache_config.mamba_cache_mode
         table = common.block_table_tensor
         return mamba_get_block_table_tensor(table, common.seq_lens, self.kv_cache_spec, mode)[:, 0]
+
+
+def _gates(context: Mapping[str, Any]) -> dict[int, Tensor]:
+    """A_log of the model's layers with pages, by number; Mamba-2's have none as it was stored."""
+    layers = [layer for layer in context.values() if isinstance(layer, Paged)]
+    return {layer.number: layer.A_log for layer in layers if hasattr(layer, "A_log")}
 
 
 COUNTED = ("num_reqs", "num_actual_tokens")

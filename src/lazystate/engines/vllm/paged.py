@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lazystate.engines.vllm.asked import device_of, layer_page
+from lazystate.engines.vllm.asked import device_of, layer_page, step_metadata
 from lazystate.engines.vllm.batch import Part
 from lazystate.engines.vllm.page import Page
 from lazystate.engines.vllm.widened import widened
@@ -53,7 +53,7 @@ class Paged:
         Raises:
             ValueError: for what lazystate cannot do, with the reasons.
         """
-        self.page = layer_page(self.get_state_shape(), self.get_state_dtype(), self._number())
+        self.page = layer_page(self.get_state_shape(), self.get_state_dtype(), self.number)
 
     def get_state_shape(self) -> Any:
         """Shapes of a page's parts."""
@@ -100,18 +100,18 @@ class Paged:
         parts = self.parts()
         if self._pool is None:
             assert self.page is not None
-            self._pool = self.page.pool(parts, self._number(), device_of())
+            self._pool = self.page.pool(parts, self.number, device_of())
         return self._pool
 
-    def _number(self) -> int:
+    @property
+    def number(self) -> int:
+        """The layer's in the model."""
         found = re.search(r"\d+", self.prefix)
         return int(found.group()) if found else 0
 
     def decided(self) -> Metadata | None:
         """What is decided of the step that runs; None where vLLM's own layer is to run."""
-        from vllm.forward_context import get_forward_context
-
-        metadata = get_forward_context().attn_metadata
+        metadata = step_metadata()
         if self.page is None or not isinstance(metadata, dict):
             return None
         return metadata.get(self.prefix)
@@ -121,10 +121,8 @@ class Paged:
         """vLLM's own layer on the rows of a prefill: pages with empty rings, of two parts; where
         it does not take checkpoints as they are, copies of these rows' in their place.
         """
-        from vllm.forward_context import get_forward_context
-
         assert self.page is not None
-        metadata: Any = get_forward_context().attn_metadata
+        metadata: Any = step_metadata()
         parts = self.parts()
         states = self.page.prefilled(parts)
         if own.settling is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from lazystate.sketch.calibration_file import Calibration
+from lazystate.sketch.calibration_file import Calibration, gates_fingerprint
 from lazystate.sketch.files import open_calibration
 from lazystate.sketch.view import DENSE, Sketch, SketchView
 from lazystate.spec import LayerSpec
@@ -68,6 +68,25 @@ class Sketches:
             for name, own in room.stored.items()
         }
         return replace(room, stored=stored)
+
+    def check_weights(self, gates: Mapping[int, Tensor]) -> None:
+        """Whether they are of these weights; nothing is said of a part of layers or heads.
+
+        Args:
+            gates: A_log of the model's recurrent layers, by number.
+
+        Raises:
+            ValueError: if the calibration says that it is of others.
+        """
+        origin = self.calibration.origin
+        if self.devices > 1 or not origin.weights or set(gates) != set(origin.layers):
+            return
+        found = gates_fingerprint(gates[layer] for layer in origin.layers)
+        if found != origin.weights:
+            raise ValueError(
+                f"calibration must be of this model's weights ({found[:12]}), got one of "
+                f"{origin.model}'s ({origin.weights[:12]}): calibrate the model that is served"
+            )
 
     def row(self, layer: int) -> int:
         """Where the layer of that number in the model is in the calibration.
