@@ -22,6 +22,7 @@ from lazystate.engines.vllm.page import Page, page_of
 from lazystate.engines.vllm.support import Kind
 from lazystate.ops.triton.conv import convolve_ring, turn
 from lazystate.ops.triton.launch import step
+from lazystate.ops.triton.positions import Spans
 from lazystate.ops.triton.settle import settle
 from lazystate.reference import recurrence
 from lazystate.reference.tokens import Slot, Token
@@ -137,20 +138,14 @@ class Engine:
         total = sum(lengths)
         x = torch.randn(total, self.spec.conv_channels, generator=self.generator)
         inputs = samples.draw(self.spec, 1, total, generator=self.generator)
-        out = torch.full((1, total, *self.spec.state_shape[:2]), float("nan"), device=self.device)
-        convolved = None
+        convolved = out = None
         if long is not None:
             done = self.group.prefill(spans_of(long, common, common.blocks))
             settle(self.pool, done)
             turn(self.parts["conv"], done, WIDTH)
         if short is not None:
-            tokens = 1 if int(short.lengths.max()) <= 1 else self.page.tokens
-            decided = self.group.decode(spans_of(short, common, common.blocks), tokens)
-            ring = self.parts["conv"]
-            on = (y if y is None else y.to(self.device) for y in inputs)
-            given, weight = x.to(self.device).unsqueeze(0), self.weight.to(self.device)
-            convolved = convolve_ring(ring, decided, given, weight, None, True)[0].cpu()
-            step(self.pool, decided, *on, out=out)
+            longest = int(short.lengths.max())
+            convolved, out = self.decode(spans_of(short, common, common.blocks), longest, x, inputs)
         starts, advanced = common.query_start_loc_cpu.tolist(), []
         for (name, n, kept), first in zip(rows, starts, strict=False):
             if name < 0:
@@ -160,12 +155,34 @@ class Engine:
                 kept = n
                 self._prefill(request, tokens, x[first : first + n])
             else:
-                assert convolved is not None
-                self._check(request, tokens, x[first : first + n], convolved, out.cpu(), first)
+                assert convolved is not None and out is not None
+                at = slice(first, first + n)
+                self._check(request, tokens, x[at], convolved[at], out[at])
             request.slot = request.slot.append(tokens[:kept], x[first : first + kept].double())
             request.length += kept
             advanced.append((name, kept))
         self.leave(advanced)
+
+    def decode(
+        self, spans: Spans, longest: int, x: Tensor, inputs: samples.Inputs
+    ) -> tuple[Tensor, Tensor]:
+        """Convolution and recurrence of rows of at most `longest` tokens.
+
+        Args:
+            x: [tokens, C]. inputs: [1, tokens, ...].
+
+        Returns:
+            [tokens, C] and [tokens, HV, V], NaN where no row has a token.
+        """
+        decided = self.group.decode(spans, 1 if longest <= 1 else self.page.tokens)
+        on = [y if y is None else y.to(self.device) for y in inputs]
+        shape = (*on[0].shape[:2], *self.spec.state_shape[:2])
+        out = torch.full(shape, float("nan"), device=self.device)
+        ring, weight = self.parts["conv"], self.weight.to(self.device)
+        given = x.to(self.device).unsqueeze(0)
+        convolved = convolve_ring(ring, decided, given, weight, None, True)
+        step(self.pool, decided, *on, out=out)
+        return convolved[0].cpu(), out[0].cpu()
 
     def settle(self, name: int) -> None:
         """Check a request's page as prefill finds it: exact, and its ring empty."""
@@ -254,23 +271,16 @@ class Engine:
         window[number] = torch.cat([history, x])[1 - WIDTH :].to(self.device)
 
     def _check(
-        self,
-        request: Request,
-        tokens: list[Token],
-        x: Tensor,
-        convolved: Tensor,
-        out: Tensor,
-        first: int,
+        self, request: Request, tokens: list[Token], x: Tensor, convolved: Tensor, out: Tensor
     ) -> None:
         """Outputs of a short row against those of the list of tokens."""
-        n = len(tokens)
         want = torch.stack(request.slot.outputs(tokens, None))
         folds = request.length + 1
         limit = tolerance.outputs(self.spec, self.page.window, torch.float32, folds)
-        assert tolerance.error(out[0, first : first + n], want) <= limit
+        assert tolerance.error(out, want) <= limit
         want = recurrence.convolve(request.slot.history(), x, self.weight)
         limit = (WIDTH + 4) * tolerance.eps(torch.float32)
-        assert tolerance.error(convolved[first : first + n], want) <= limit
+        assert tolerance.error(convolved, want) <= limit
 
     def _common(self, rows: list[tuple[int, int, int]]) -> Any:
         ends, pages = [], []

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import samples
 from lazystate.engines.vllm.support import Kind
+from lazystate.ops.triton.conv import convolve_ring
+from lazystate.ops.triton.launch import step
+from lazystate.ops.triton.positions import Spans
 from serving_model import Engine, page
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,6 +75,74 @@ def test_a_prefix_is_read_where_its_block_ends() -> None:
     engine.settle(1)
     engine.settle(2)
     engine.settle(0)
+
+
+class Captured(Engine):
+    """Decoding in one CUDA graph for 4 rows, captured before there are requests, as vLLM does it.
+
+    Without a GPU the same launches are repeated on the same memory.
+    """
+
+    ROWS = 4
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        tokens = self.ROWS * self.page.tokens
+        self.x = torch.zeros(tokens, self.spec.conv_channels, device=DEVICE)
+        drawn = samples.draw(self.spec, 1, tokens, generator=self.generator)
+        self.inputs = [y if y is None else y.to(DEVICE) for y in drawn]
+        self.out = torch.zeros(1, tokens, *self.spec.state_shape[:2], device=DEVICE)
+        self.on = self.weight.to(DEVICE)
+        none = torch.zeros(self.ROWS, dtype=torch.int32, device=DEVICE)
+        self.rows = self.group.decode(Spans(none, none, none, none), self.page.tokens)
+        self.launch()  # compiles
+        self.replay = self.launch
+        if DEVICE == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.launch()
+            self.replay = graph.replay
+
+    def launch(self) -> None:
+        """The kernels of a layer."""
+        ring, given = self.parts["conv"], self.x.unsqueeze(0)
+        self.convolved = convolve_ring(ring, self.rows, given, self.on, None, True)
+        step(self.pool, self.rows, *self.inputs, out=self.out)
+
+    def decode(
+        self, spans: Spans, longest: int, x: torch.Tensor, inputs: samples.Inputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the engine's; rows and tokens behind the batch's are padded, or left from before."""
+        del longest
+        total, rows = len(x), spans.blocks.numel()
+        self.x[:total] = x.to(DEVICE)
+        for memory, new in zip(self.inputs, inputs, strict=True):
+            if memory is not None and new is not None:
+                memory[:, :total] = new.to(DEVICE)
+        behind = torch.full((self.ROWS - rows,), total, dtype=torch.int32, device=DEVICE)
+        named = spans.blocks, spans.starts, spans.stops, spans.lengths
+        ends = (torch.zeros_like(behind), behind, behind, torch.zeros_like(behind))
+        padded = Spans(*(torch.cat(pair) for pair in zip(named, ends, strict=True)))
+        decided = self.group.decode(padded, self.page.tokens)
+        assert decided.meta.data_ptr() == self.rows.meta.data_ptr()
+        self.replay()
+        return self.convolved[0, :total].cpu(), self.out[0, :total].cpu()
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_one_graph_serves_every_batch(kind: Kind) -> None:
+    """Ragged drafts, fewer rows, rows that begin and that fold: captured once, with no request."""
+    engine = Captured(page(kind, 4, 2), 6, None, 4, DEVICE)
+    for name in range(3):
+        engine.begin(name)
+    engine.step([(0, 3, 3), (1, 1, 1)])
+    engine.step([(1, 2, 1), (0, 3, 1), (2, 3, 3)])
+    engine.step([(0, 1, 1), (1, 3, 2)])
+    engine.end(2)
+    engine.begin(2)
+    engine.step([(2, 1, 1), (1, 3, 3), (0, 3, 2)])
+    for name in range(3):
+        engine.settle(name)
 
 
 LENGTHS = st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 8))
