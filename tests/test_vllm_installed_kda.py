@@ -43,6 +43,7 @@ ADAPTERS = [
     ("kimi", "ReplayKimiDelta", -5.0),
     ("kimi_k3", "ReplayKimiK3Delta", -5.0),
     ("glm", "ReplayGlmDelta", -5.0),
+    ("bailing", "ReplayBailingDelta", -5.0),
 ]
 
 
@@ -64,6 +65,7 @@ def stock_of(made: Any) -> Any:
     [
         ("KimiLinearForCausalLM", {"KimiGatedDeltaNetAttention", "KimiK3DeltaAttention"}),
         ("Glm5NextForCausalLM", {"Glm5NextLinearAttention"}),
+        ("BailingMoeV3ForCausalLM", {"BailingMoeV3KimiDeltaAttention"}),
     ],
 )
 def test_a_model_brings_its_layers(model: str, layers: set[str]) -> None:
@@ -130,6 +132,12 @@ def inputs_of(layer: Any, tokens: int) -> tuple[dict[str, Tensor], list[Tensor]]
     mixed, gate = torch.randn(tokens, 3 * HEADS * K), torch.randn(1, tokens, HEADS, K)
     beta, norm = torch.randn(1, tokens, HEADS), torch.randn(tokens, HEADS, K)
     out = torch.full((1, tokens, HEADS, K), float("nan"))
+    if "Bailing" in type(layer).__name__:  # its gates are outside, too
+        q, k, v = mixed.chunk(3, -1)
+        names = {"q_proj_states": q, "k_proj_states": k, "v_proj_states": v}
+        done = prologue_of(layer).prepare(*torch.zeros(3, 1, tokens, HEADS, K), gate, beta)
+        names |= {"g1": done.log_decay, "beta": torch.sigmoid(beta), "core_attn_out": out}
+        return names, [mixed, gate, beta, torch.full_like(norm, float("inf"))]
     if hasattr(type(layer), "_flashkda_prefill"):  # GLM's: its norm is outside
         names = {"qkv_proj_states": mixed, "g1": gate, "beta": beta, "core_attn_out": out}
         return names, [mixed, gate, beta, torch.full_like(norm, float("inf"))]
@@ -137,14 +145,19 @@ def inputs_of(layer: Any, tokens: int) -> tuple[dict[str, Tensor], list[Tensor]]
     return names, [mixed, gate, beta, norm]
 
 
+def prologue_of(layer: Any) -> gates.Prologue:
+    """The gates of a layer, as the project has them."""
+    if layer.gate_lower_bound is None:
+        return gates.Prologue("kda_softplus", layer.A_log, layer.dt_bias)
+    bounded = {"lower_bound": layer.gate_lower_bound}
+    return gates.Prologue("kda_bounded", layer.A_log, layer.dt_bias, **bounded)
+
+
 def reference(layer: Any, states: Tensor, history: Tensor) -> Callable[..., Tensor]:
     """The layer's decoding by convolution and cache, of rows that begin so."""
     cache = StateCache(layer.page.spec, 2, window=4, backend="torch")
     cache.load(slots(0, 1), [states])
-    kind, more = "kda_softplus", {}
-    if layer.gate_lower_bound is not None:
-        kind, more = "kda_bounded", {"lower_bound": layer.gate_lower_bound}
-    prologue = gates.Prologue(kind, layer.A_log, layer.dt_bias, **more)
+    prologue = prologue_of(layer)
     inputs = list(history.unbind(1))  # [rows, C] a token
 
     def decode(mixed: Tensor, gate: Tensor, beta: Tensor, norm: Tensor) -> Tensor:

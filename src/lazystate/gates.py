@@ -174,7 +174,7 @@ def gdn(
     """
     compute = _compute(v)
     log_decay = F.softplus(a.to(compute) + dt_bias.to(compute)) * -A_log.to(compute).exp()
-    return Inputs(*_normalised(q, k, scale, eps), v, log_decay, _beta(b, compute, beta_scale))
+    return Inputs(*normalised(q, k, scale, eps), v, log_decay, _beta(b, compute, beta_scale))
 
 
 def kda_softplus(
@@ -198,7 +198,7 @@ def kda_softplus(
     """
     compute = _compute(v)
     log_decay = F.softplus(_biased(gate, dt_bias, compute)) * -_per_head(A_log, compute).exp()
-    return Inputs(*_normalised(q, k, scale, eps), v, log_decay, _beta(b, compute))
+    return Inputs(*normalised(q, k, scale, eps), v, log_decay, _beta(b, compute))
 
 
 def kda_bounded(
@@ -227,7 +227,7 @@ def kda_bounded(
     compute = _compute(v)
     gate = _per_head(A_log, compute).exp() * _biased(gate, dt_bias, compute)
     log_decay = lower_bound * torch.sigmoid(gate)
-    return Inputs(*_normalised(q, k, scale, eps), v, log_decay, _beta(b, compute))
+    return Inputs(*normalised(q, k, scale, eps), v, log_decay, _beta(b, compute))
 
 
 def gla(
@@ -250,6 +250,18 @@ def lightning(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Inputs:
     """
     log_decay = (-slope.to(_compute(v))).expand(*v.shape[:2], -1)
     return Inputs(q, k, v, log_decay, None)
+
+
+def normalised(
+    q: Tensor, k: Tensor, scale: float | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """L2-normalised (q * scale, k), each rounded once to its own dtype.
+
+    Args:
+        q, k: [..., K]. scale: K**-0.5 if None. eps: added to the squared norms.
+    """
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    return _unit(q, eps, factor), _unit(k, eps, 1.0)
 
 
 def _check_bound(lower_bound: float) -> None:
@@ -276,12 +288,6 @@ def _per_head(A_log: Tensor, compute: torch.dtype) -> Tensor:
 def _biased(gate: Tensor, dt_bias: Tensor | None, compute: torch.dtype) -> Tensor:
     gate = gate.to(compute)
     return gate if dt_bias is None else gate + dt_bias.to(compute).view(gate.shape[-2:])
-
-
-def _normalised(q: Tensor, k: Tensor, scale: float | None, eps: float) -> tuple[Tensor, Tensor]:
-    """L2-normalised (q * scale, k), each rounded once to its own dtype."""
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return _unit(q, eps, factor), _unit(k, eps, 1.0)
 
 
 def _unit(x: Tensor, eps: float, factor: float) -> Tensor:

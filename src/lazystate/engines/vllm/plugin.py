@@ -17,6 +17,7 @@ LAYERS = {
     "KimiGatedDeltaNetAttention": ("kimi", "ReplayKimiDelta"),
     "KimiK3DeltaAttention": ("kimi_k3", "ReplayKimiK3Delta"),
     "Glm5NextLinearAttention": ("glm", "ReplayGlmDelta"),
+    "BailingMoeV3KimiDeltaAttention": ("bailing", "ReplayBailingDelta"),
 }
 # Where a class of that name is another one in a version.
 OTHERS = {("0.26", "KimiGatedDeltaNetAttention"): ("kda", "ReplayKimiDelta")}

@@ -148,6 +148,10 @@ _GLM = tuple(
     Architecture(name, "kda", ("Glm5NextLinearAttention",))
     for name in ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
 )
+_LING = tuple(
+    Architecture(name, "kda", ("BailingMoeV3KimiDeltaAttention",))
+    for name in ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration")
+)
 
 _FEATURES = (
     Feature(STANDARD),
@@ -161,7 +165,7 @@ _FEATURES = (
 )
 
 VERSIONS = (
-    Version("0.33", "0.33.0", (*_MAMBA2, *_QWEN, *_QWEN_TEXT, *_KIMI_K3, *_GLM), _FEATURES),
+    Version("0.33", "0.33.0", (*_MAMBA2, *_QWEN, *_QWEN_TEXT, *_KIMI_K3, *_GLM, *_LING), _FEATURES),
     Version("0.26", "0.26.0", (*_MAMBA2, *_QWEN, *_KIMI), _FEATURES),
 )
 
