@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
-from lazystate.engines.vllm.model_state import ReplayModelState
+from lazystate.engines.vllm.model_state import Replaying
 from lazystate.engines.vllm.page import Page
 from serving_model import Engine, page
 
@@ -54,7 +54,7 @@ class VllmEngine(Engine):
         )
         layers = {"a": SimpleNamespace(kv_cache=self.pages)}
         context.initialize_from_forward_context(groups, layers, copied, [self.tables])  # type: ignore[arg-type]
-        self.state: Any = ReplayModelState.__new__(ReplayModelState)
+        self.state: Any = Replaying.__new__(Replaying)
         self.state.vllm_config = SimpleNamespace(num_speculative_tokens=kept.tokens - 1)
         self.state.max_num_reqs, self.state._align_mode = REQUESTS, True
         self.state._mamba_ctx, self.state._mamba_spec = context, spec

@@ -22,7 +22,7 @@ pytest.importorskip(
 )
 
 from lazystate.engines.vllm import gdn, models
-from lazystate.engines.vllm.model_state import ReplayModelState, completed
+from lazystate.engines.vllm.model_state import Replaying, completed, replaying
 from lazystate.engines.vllm.options import Options
 from lazystate.engines.vllm.page import page_of
 from serving_model import Layer
@@ -47,9 +47,9 @@ def test_a_block_is_complete_when_kept_tokens_reach_its_end() -> None:
     assert columns[ended].tolist() == [0, 0, 1]
 
 
-def state_of(drafts: int, calls: list[Any]) -> ReplayModelState:
+def state_of(drafts: int, calls: list[Any]) -> Replaying:
     """A model state of 4 requests with blocks of 8 tokens, that notes what it has copied."""
-    state = ReplayModelState.__new__(ReplayModelState)
+    state = Replaying.__new__(Replaying)
     state.vllm_config = SimpleNamespace(num_speculative_tokens=drafts)
     state.max_num_reqs = 4
     state.num_accepted_tokens_gpu = torch.ones(4, dtype=torch.int32)
@@ -117,9 +117,24 @@ def test_a_model_says_how_its_pages_are_copied(asked: bool, monkeypatch: Any) ->
     funcs = (get_temporal_copy_spec,) * len(PAGE.shapes)
     assert model.get_mamba_state_copy_func() == funcs
     assert model.get_mamba_state_copy_funcs({"gdn"}) == {"gdn": funcs}
-    assert model.get_model_state_cls() is ReplayModelState
+    assert model.get_model_state_cls() is Replaying
     made = PAGE.named(Layer(PAGE, 4, "cpu").kv_cache)
     assert made["conv"].stride(0) * 4 == made["k"].stride(0) * made["k"].element_size()
+
+
+def test_a_models_own_state_does_what_it_did_before() -> None:
+    """Its start, and all but what comes after drafts; once, also for a model inside of a model."""
+
+    class Own(Replaying.__mro__[1]):  # type: ignore[misc]
+        started = True
+
+        def postprocess_state(self, *_: Any) -> None:
+            raise AssertionError("counts of accepted drafts would be kept")
+
+    made = replaying(Own)
+    assert issubclass(made, Own) and made.started
+    assert made.postprocess_state is Replaying.postprocess_state
+    assert replaying(made) is made and replaying(None) is Replaying
 
 
 def test_drafts_take_no_pages(monkeypatch: Any) -> None:

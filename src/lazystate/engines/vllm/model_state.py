@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 
-class ReplayModelState(MambaHybridModelState):
+class Replaying(MambaHybridModelState):
     """vLLM's, with nothing to do after drafts: the next step's lengths say what was kept.
 
     So `num_accepted_tokens_gpu` stays 1, by which vLLM copies a page to the next block of tokens as
@@ -44,6 +44,15 @@ class ReplayModelState(MambaHybridModelState):
         source[requests] = torch.where(ended, self._mamba_state_idx_gpu[known], -1)
         target[requests] = columns
         context.run_fused_precopy(len(requests), target, source, zeros, idx_mapping)
+
+
+def replaying(stock: type | None) -> type:
+    """The class of a model whose own is `stock`, None for vLLM's of hybrid models."""
+    if stock is None:
+        return Replaying
+    if issubclass(stock, Replaying):  # of a model inside of the model
+        return stock
+    return type(stock.__name__, (Replaying, stock), {})
 
 
 def completed(lengths: Tensor, kept: Tensor | int, size: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ before its layers are made, so that they are replaced then.
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
@@ -42,8 +42,7 @@ def _paged(stock: Any) -> type:
             super().__init__(*args, **kwargs)
             vllm_config = get_current_vllm_config()
             if Options.of(vllm_config.additional_config) is not None:
-                count = len(self.get_mamba_state_shape_from_config(vllm_config))
-                _copied_whole(self, count)
+                _copied_whole(self, vllm_config)
 
         @classmethod
         def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> Any:
@@ -64,18 +63,24 @@ def _paged(stock: Any) -> type:
     return Paged
 
 
-def _copied_whole(model: Any, parts: int) -> None:
+def _copied_whole(model: Any, vllm_config: Any) -> None:
     """Have vLLM copy all parts of a page as they are, and leave drafts to the pages.
 
-    It asks the model itself, not its class: without lazystate these stay vLLM's.
+    It asks the model itself, not its class: without lazystate these stay vLLM's. It asks the
+    outermost one: what is inside of a multimodal model cannot read its configuration.
     """
-    funcs = (get_temporal_copy_spec,) * parts
-    model.get_mamba_state_copy_func = lambda: funcs
-    model.get_mamba_state_copy_funcs = lambda types: dict.fromkeys(types, funcs)
-    model.get_model_state_cls = _model_state
+    stock = getattr(model, "get_model_state_cls", None)
 
+    @cache  # vLLM's first runner asks in every step
+    def funcs() -> tuple[Any, ...]:
+        parts = model.get_mamba_state_shape_from_config(vllm_config)
+        return (get_temporal_copy_spec,) * len(parts)
 
-def _model_state() -> type:
-    from lazystate.engines.vllm.model_state import ReplayModelState  # imports the runner
+    def state() -> type:
+        from lazystate.engines.vllm.model_state import replaying  # imports the runner
 
-    return ReplayModelState
+        return replaying(None if stock is None else stock())
+
+    model.get_mamba_state_copy_func = funcs
+    model.get_mamba_state_copy_funcs = lambda types: dict.fromkeys(types, funcs())
+    model.get_model_state_cls = state
