@@ -19,7 +19,7 @@ def setup_of(vllm_config: Any) -> Setup:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     cache, drafts = vllm_config.cache_config, vllm_config.speculative_config
-    moved = vllm_config.kv_transfer_config
+    moved, additional = vllm_config.kv_transfer_config, vllm_config.additional_config
     return Setup(
         version=__version__,
         architectures=tuple(vllm_config.model_config.architectures),
@@ -29,6 +29,7 @@ def setup_of(vllm_config: Any) -> Setup:
         second_runner=vllm_config.use_v2_model_runner,
         kv_connector="" if moved is None else str(moved.kv_connector),
         stock_replay=getattr(cache, "use_replayssm", False),
+        specialized=additional.get("decode_backend") == "latency_specialized",
         conv_dim_first=is_conv_state_dim_first(),
     )
 

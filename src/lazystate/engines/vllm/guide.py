@@ -63,6 +63,7 @@ def refused(version: Version) -> str:
         second_runner=False,
         kv_connector="NixlConnector",
         stock_replay=True,
+        specialized=True,
         conv_dim_first=True,
     )
     return "".join(f"- {reason}\n" for reason in refusals(setup, Options(view="fp8")))

@@ -88,6 +88,7 @@ class Setup:
         second_runner: whether the engine runs vLLM's Model Runner V2.
         kv_connector: the name of what moves pages out of the engine and back, "" for none.
         stock_replay: whether vLLM's own `--use-replayssm` is on.
+        specialized: whether a decoder for one model takes the place of its layers.
         conv_dim_first: whether the convolution's state is kept with channels first.
     """
 
@@ -99,6 +100,7 @@ class Setup:
     second_runner: bool = True
     kv_connector: str = ""
     stock_replay: bool = False
+    specialized: bool = False
     conv_dim_first: bool = False
 
 
@@ -216,6 +218,10 @@ def refusals(setup: Setup, options: Options) -> list[str]:
         )
     if setup.stock_replay:
         reasons.append("--use-replayssm is vLLM's own replay: leave out one of the two")
+    if setup.specialized:
+        reasons.append(
+            '"decode_backend": "latency_specialized" decodes without layers: leave it out'
+        )
     if setup.conv_dim_first:
         reasons.append("VLLM_SSM_CONV_STATE_LAYOUT=DS is not supported: leave it unset")
     return reasons
